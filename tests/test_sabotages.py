@@ -19,6 +19,7 @@ OTHERS = (
     "models that are examined again once they are sharded",
     "settings of the compiler",
     "adapters that are switched as by PEFT",
+    "adapters that are activated where others are merged",
     *(
         "hybrid models",
         "LoRA",

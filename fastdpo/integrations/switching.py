@@ -1,15 +1,15 @@
-"""PEFT's `disable_adapter` without its walks over the model, from what fastdpo knows of it.
+"""PEFT's `disable_adapter` and `set_adapter` without its walks over the model, from what fastdpo knows of it.
 
-To learn whether adapters are enabled, PEFT describes each layer that has some in words, which takes longer than a
-forward of small layers. It then looks for these layers among all modules, before and after, and sets for every weight
-of an adapter whether it is trained.
+By one of them, a trainer makes the policy its own reference in every step. PEFT looks for the layers with adapters
+among all modules, and sets for every weight of an adapter whether it is trained, before and after. To learn whether
+adapters are enabled, it describes each of these layers in words, which takes longer than a forward of small layers.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,11 @@ _installed: WeakSet[Any] = WeakSet()
 
 
 def install(model: object) -> None:
-    """Replaces `disable_adapter` of a PeftModel. Any other model is left as it is."""
+    """Replaces the two functions of a PeftModel. Any other model is left as it is."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        vars(model).setdefault(disable_adapter.__name__, MethodType(disable_adapter, model))
+        for function in (disable_adapter, set_adapter):
+            vars(model).setdefault(function.__name__, MethodType(function, model))
         _installed.add(model)
 
 
@@ -46,28 +47,34 @@ def uninstall_unused() -> None:
 
 def _uninstall(model: Any) -> None:
     _installed.discard(model)
-    if getattr(vars(model).get(disable_adapter.__name__), "__func__", None) is disable_adapter:
-        del vars(model)[disable_adapter.__name__]
+    for function in (disable_adapter, set_adapter):
+        if getattr(vars(model).get(function.__name__), "__func__", None) is function:
+            del vars(model)[function.__name__]
 
 
 @contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
     """The context of the model's class, which is given the status of the model and the switch of its adapters."""
     stock, switch = type(model).disable_adapter, _switch_of(model)
-    if switch is None:
-        _uninstall(model)
     with ExitStack() as stack:
         if switch is None or {layer.disable_adapters for layer in switch.layers} != {False}:
             stack.enter_context(stock(model))
         else:
-            stack.enter_context(_switched_by(switch, model))
+            stack.enter_context(_in_tuner(model, "_enable_adapter_layers", switch.enable))
             with temporarily(model, get_model_status=lambda: _EnabledStatus(model)):
                 stack.enter_context(stock(model))
         yield
 
 
+def set_adapter(model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """The function of the model's class, which is given the switch of its adapters."""
+    switch, name = _switch_of(model), "set_adapter"
+    with nullcontext() if switch is None else _in_tuner(model, name, functools.partial(switch.activate, model)):
+        type(model).set_adapter(model, adapter_name, *args, **kwargs)
+
+
 class _Switch:
-    """Disables and enables adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
+    """Switches adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
 
     Args:
         layers: those with adapters.
@@ -80,19 +87,39 @@ class _Switch:
         self._remembered = [x for x in layers if type(x) in kinds]
         self._others = [x for x in layers if type(x) not in kinds]
         self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
-        self._requires_grad: dict[bool, list[bool]] = {}
+        self._requires_grad: dict[object, list[bool]] = {}
 
-    def __call__(self, enabled: bool = True) -> None:
-        known = self._requires_grad.get(enabled)
-        for layer in self.layers if known is None else self._others:
+    def enable(self, enabled: bool = True) -> None:
+        """Enables or disables all adapters."""
+        is_known = self._is_set_as_before(enabled)
+        for layer in self._others if is_known else self.layers:
             layer.enable_adapters(enabled)
-        if known is None:
-            self._requires_grad[enabled] = [x.requires_grad for x in self._tensors]
-            return
-        for x, requires_grad in zip(self._tensors, known, strict=True):
+        if is_known:
+            for layer in self._remembered:
+                vars(layer)["_disable_adapters"] = not enabled
+        else:
+            self._note(enabled)
+
+    def activate(self, model: Any, adapter_name: str, inference_mode: bool = False) -> None:
+        """Makes an adapter the only active one."""
+        tuner, way = model.base_model, (adapter_name, inference_mode)
+        if self._others or any(x.merged for x in self._remembered) or not self._is_set_as_before(way):
+            type(tuner).set_adapter(tuner, adapter_name, inference_mode=inference_mode)
+            self._note(way)
+        else:
+            for layer in self._remembered:
+                vars(layer)["_active_adapter"] = [adapter_name]
+            tuner.active_adapter = adapter_name
+
+    def _is_set_as_before(self, way: object) -> bool:
+        """Sets what is trained as PEFT has done before when it switched adapters in a way, if it has."""
+        known = self._requires_grad.get(way)
+        for x, requires_grad in zip(self._tensors, known or (), strict=known is not None):
             x.requires_grad = requires_grad
-        for layer in self._remembered:
-            vars(layer)["_disable_adapters"] = not enabled
+        return known is not None
+
+    def _note(self, way: object) -> None:
+        self._requires_grad[way] = [x.requires_grad for x in self._tensors]
 
 
 def _is_switched_by_peft(kind: type) -> bool:
@@ -119,6 +146,7 @@ def _switch_of(model: Any) -> _Switch | None:
     base = find_base(model)
     fused = None if base is None else state_of(base)
     if base is None or base not in MODELS or fused is None:
+        _uninstall(model)
         return None
     identity = fused.structure.identity(base)
     switch = _switches.get(identity)
@@ -130,14 +158,14 @@ def _switch_of(model: Any) -> _Switch | None:
     return switch
 
 
-def _switched_by(switch: _Switch, model: Any) -> AbstractContextManager[None]:
-    """In the block, PEFT's way to disable and enable adapters, which looks for the layers, is a switch."""
+def _in_tuner(model: Any, name: str, function: Callable) -> AbstractContextManager[None]:
+    """In the block, the part of a PeftModel that has its adapters has this function, if its own is the tested one."""
     from peft.tuners.tuners_utils import BaseTuner
 
-    tuner, name = model.base_model, "_enable_adapter_layers"
+    tuner = model.base_model
     if not _peft_is_tested() or getattr(type(tuner), name, None) is not getattr(BaseTuner, name, type):
         return nullcontext()
-    return temporarily(tuner, **{name: switch})
+    return temporarily(tuner, **{name: function})
 
 
 @functools.cache

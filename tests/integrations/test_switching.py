@@ -49,7 +49,7 @@ def test_no_layer_is_described(state, monkeypatch):
         seen = []
 
         def look():
-            attributes = {*vars(model)} - {"disable_adapter"}
+            attributes = {*vars(model)} - {"disable_adapter", "set_adapter"}
             seen.append((trained(model), [x.disable_adapters for x in layers], model._adapters_disabled, attributes))
 
         with warnings.catch_warnings(record=True) as warned:
@@ -125,23 +125,24 @@ CHANGES = {
     "froze a weight": freeze,
     "one more adapter": lambda model: model.add_adapter("other", model.peft_config["default"]),
     "another one is active": lambda model: model.set_adapter("other"),
+    "merged": lambda model: model.merge_adapter(),
     "one is deleted": lambda model: model.delete_adapter("default"),
 }
 TARGETS = dict(target_modules=["q_proj", "down_proj"])
-ADAPTERS = {  # and whether PEFT's walk over each layer is saved
-    "LoRA": (LoraConfig(**LORA), True),
-    "DoRA": (LoraConfig(**LORA, use_dora=True), True),
-    "VeRA": (VeraConfig(r=2, **TARGETS), True),
-    "IA3": (IA3Config(**TARGETS, feedforward_modules=["down_proj"]), True),
-    "saved modules": (LoraConfig(**LORA, modules_to_save=["lm_head"]), True),
-    "layer norms": (LNTuningConfig(), False),  # with functions of their own
+ADAPTERS = {  # and which of PEFT's walks over the layers are saved
+    "LoRA": (LoraConfig(**LORA), "all"),
+    "DoRA": (LoraConfig(**LORA, use_dora=True), "all"),
+    "VeRA": (VeraConfig(r=2, **TARGETS), "all"),
+    "IA3": (IA3Config(**TARGETS, feedforward_modules=["down_proj"]), "all"),
+    "saved modules": (LoraConfig(**LORA, modules_to_save=["lm_head"]), "those to disable and enable"),
+    "layer norms": (LNTuningConfig(), "none"),  # with functions of their own
 }
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
     """Also after changes, but in a model that is as it was without a walk over the modules of each layer."""
-    config, is_known = ADAPTERS[kind]
+    config, saved = ADAPTERS[kind]
     walked, original = [], tuners_utils._set_layer_requires_grad
     monkeypatch.setattr(tuners_utils, original.__name__, lambda *args: walked.append(args) or original(*args))
 
@@ -152,15 +153,19 @@ def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
         seen, walks = [], []
 
         def look():
-            seen.append((trained(model), [(x.disable_adapters, x.active_adapters) for x in adapter_layers(model)]))
+            layers = [
+                (x.disable_adapters, x.active_adapters, getattr(x, "merged", None)) for x in adapter_layers(model)
+            ]
+            seen.append((trained(model), layers, model.active_adapter, model.base_model.active_adapters))
 
         for change in CHANGES.values():
             change(model)
             for _ in range(3):
                 walked.clear()
-                with model.disable_adapter():
+                for name in (None, *model.peft_config):
+                    with dpo_trainer.use_adapter(model, name):
+                        look()
                     look()
-                look()
             walks.append(len(walked))
         return seen, walks
 
@@ -168,8 +173,14 @@ def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
     fused, of_fused = run(True)
     assert fused == stock
     assert len({str(x) for x in stock}) > len(CHANGES)
-    assert not any(of_fused) if is_known else of_fused == of_stock
-    assert not is_known or all(of_stock)
+    for walks, walks_of_stock in zip(of_fused, of_stock, strict=True):
+        match saved:
+            case "all":
+                assert walks == 0 < walks_of_stock
+            case "none":
+                assert walks == walks_of_stock
+            case _:
+                assert 0 < walks < walks_of_stock
 
 
 def test_policies_of_trainers(tmp_path):
