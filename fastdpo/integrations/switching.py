@@ -91,34 +91,38 @@ class _Switch:
 
     def enable(self, enabled: bool = True) -> None:
         """Enables or disables all adapters."""
-        is_known = self._is_set_as_before(enabled)
-        for layer in self._others if is_known else self.layers:
-            layer.enable_adapters(enabled)
-        if is_known:
+        if self._repeat(enabled):
             for layer in self._remembered:
                 vars(layer)["_disable_adapters"] = not enabled
+            for layer in self._others:
+                layer.enable_adapters(enabled)
         else:
-            self._note(enabled)
+            for layer in self.layers:
+                layer.enable_adapters(enabled)
+            self._remember(enabled)
 
     def activate(self, model: Any, adapter_name: str, inference_mode: bool = False) -> None:
         """Makes an adapter the only active one."""
         tuner, way = model.base_model, (adapter_name, inference_mode)
-        if self._others or any(x.merged for x in self._remembered) or not self._is_set_as_before(way):
-            type(tuner).set_adapter(tuner, adapter_name, inference_mode=inference_mode)
-            self._note(way)
-        else:
+        is_plain = not self._others and not any(x.merged for x in self._remembered)
+        if is_plain and self._repeat(way):
             for layer in self._remembered:
                 vars(layer)["_active_adapter"] = [adapter_name]
             tuner.active_adapter = adapter_name
+        else:
+            type(tuner).set_adapter(tuner, adapter_name, inference_mode=inference_mode)
+            self._remember(way)
 
-    def _is_set_as_before(self, way: object) -> bool:
-        """Sets what is trained as PEFT has done before when it switched adapters in a way, if it has."""
+    def _repeat(self, way: object) -> bool:
+        """Sets what is trained as PEFT has set it when it switched adapters in a way. Returns whether it ever has."""
         known = self._requires_grad.get(way)
-        for x, requires_grad in zip(self._tensors, known or (), strict=known is not None):
+        if known is None:
+            return False
+        for x, requires_grad in zip(self._tensors, known, strict=True):
             x.requires_grad = requires_grad
-        return known is not None
+        return True
 
-    def _note(self, way: object) -> None:
+    def _remember(self, way: object) -> None:
         self._requires_grad[way] = [x.requires_grad for x in self._tensors]
 
 
