@@ -30,7 +30,7 @@ from ..models.state import ForwardOptions, Groups, MakeOutput
 from ..models.structure import Wrapping
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
-from . import grouped_epochs, switching
+from . import grouped_epochs, shortcuts, switching
 from .admission.evidence import first_difference
 from .admission.fingerprints import attribute_of, inner, name_of, package_of
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
@@ -297,6 +297,7 @@ class TrainerLine:
             policy = self.policy(trainer)
             if policy is not None:
                 switching.install(without_engines(policy))
+            shortcuts.install(trainer, state)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the transformers model in a model score batches."""
@@ -332,9 +333,10 @@ class TrainerLine:
         self.options = options
         self._patched_class = self.trainer_class()
         self.wrap("__init__", self._init)
-        if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):
-            self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
         self.replace()
+        if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):  # a trainer of transformers
+            self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
+            self.wrap("training_step", shortcuts.training_step)
         logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
 
     def disable(self) -> None:

@@ -37,6 +37,8 @@ def test_trainers_before_and_after_stay_stock(harness, tmp_path):
     assert all(a is not b for a, b in zip(seams, seams_of(harness), strict=True))
     assert_stock(earlier.train)
     trainer, before = harness.build(tmp_path / "during", *models, **harness.one_step), fastdpo.calls.copy()
+    accelerator = getattr(trainer, "accelerator", None)
+    assert accelerator is None or "unwrap_model" in vars(accelerator)
     trainer.train()
     counted = fastdpo.calls - before
     assert {(name, path) for name, _, path in counted} == {(harness.name, "fused")}
@@ -48,6 +50,7 @@ def test_trainers_before_and_after_stay_stock(harness, tmp_path):
         assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
         assert getattr(vars(model).get("forward"), "__module__", "").partition(".")[0] != "fastdpo"
     assert not any("fastdpo" in name for name in vars(trainer))
+    assert accelerator is None or "unwrap_model" not in vars(accelerator)
     assert_stock(trainer.train)
     assert_stock(lambda: harness.train(tmp_path / "after", *models, **harness.one_step))
 

@@ -21,7 +21,7 @@ from ..collating import REPLACED, with_packed_batches
 from ..line import TrainerLine, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
-from . import precompute, shortcuts
+from . import precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .max_tokens.token_budget import RELIES_ON, TokenBudget
@@ -61,10 +61,6 @@ class RewrittenDPOLine(TrainerLine):
         if not evidence.is_tested(self.trainer_class()._compute_loss):
             return stock(trainer, *args, **kwargs)
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
-
-    def prepare(self, trainer: DPOTrainer) -> None:
-        super().prepare(trainer)
-        shortcuts.install(self, trainer)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model

@@ -19,7 +19,7 @@ from ..admission import evidence
 from ..admission.evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
-from .shortcuts import disable_gradient_checkpointing, is_peft_model, training_step
+from ..shortcuts import disable_gradient_checkpointing, is_peft_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,6 @@ class FusedHeadLine(TrainerLine):
 
     def replace(self) -> None:
         super().replace()
-        self.wrap("training_step", training_step)
         for function in (is_peft_model, disable_gradient_checkpointing):
             if hasattr(self.module(), function.__name__):
                 self.replacements.wrap(self.module(), function.__name__, function)

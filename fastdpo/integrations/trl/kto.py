@@ -36,7 +36,6 @@ from ..admission import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
-from . import shortcuts
 from .gathering import in_float32
 from .max_tokens.row_budget import Batch, PaddedRowBudgetLine, on_device
 from .max_tokens.token_budget import STEPS
@@ -65,10 +64,6 @@ class KTOLine(PaddedRowBudgetLine):
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
     fields = ("log_probs", "entropy", "mean_logits")
-
-    def prepare(self, trainer: KTOTrainer) -> None:
-        super().prepare(trainer)
-        shortcuts.install(self, trainer)
 
     def compute_ref_log_probs(
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""What TRL and PEFT ask about a model in every step, answered without a long walk over its modules."""
+"""What trainers ask about a model in every step, answered without a long walk over its modules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...models.functions import module_of
-from ...models.parts import find_base, is_transformers_model
-from ...models.state import state_of
-from ..bypass import STATE
-from ..line import TrainerLine
-from ..replacements import temporarily
+from ..models.functions import module_of
+from ..models.parts import find_base, is_transformers_model
+from ..models.state import state_of
+from .bypass import STATE
+from .replacements import temporarily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .line import TrainerState
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -33,18 +34,15 @@ def is_peft_model(stock: Callable, model: Any) -> bool:
     return not (is_fused or is_transformers_model(model)) and stock(model)
 
 
-def install(line: TrainerLine, trainer: Any) -> None:
+def install(trainer: Any, state: TrainerState) -> None:
     """Until the trainer is unpatched, has accelerate's `unwrap_model` return a PeftModel at once, unless user code has
     replaced the function.
 
     By itself, it looks for compiled parts in all modules, and then returns the same model.
     """
-    state, peft = line.state_of(trainer), sys.modules.get("peft")
     accelerator: Any = getattr(trainer, "accelerator", None)  # ms-swift makes it later
-    if state is None or peft is None or accelerator is None:
-        return
-    stock = accelerator.unwrap_model
-    if not module_of(stock).startswith("accelerate."):
+    peft, stock = sys.modules.get("peft"), getattr(accelerator, "unwrap_model", None)
+    if peft is None or stock is None or not module_of(stock).startswith("accelerate."):
         return
 
     def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
