@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 from .. import __version__
 from ..integrations import patching
 from ..integrations.admission import packages
-from ..integrations.lines import TRAINS_WITH, all_lines, installed_version
+from ..integrations.admission.versions import installed_version
+from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions

@@ -297,7 +297,7 @@ class TrainerLine:
             policy = self.policy(trainer)
             if policy is not None:
                 switching.install(without_engines(policy))
-            shortcuts.install(trainer, state)
+            shortcuts.install(trainer, state.undo)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the transformers model in a model score batches."""

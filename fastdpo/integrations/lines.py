@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from ..checks import shown, suggested
 from ..logs import warn
+from .admission.versions import DISTRIBUTIONS, installed_version
 
 if TYPE_CHECKING:
     from .line import TrainerLine
@@ -146,9 +147,6 @@ LINES = (
     ),
 )
 """Those of one trainer from the newest versions to the oldest."""
-
-DISTRIBUTIONS = {"swift": "ms-swift"}
-"""The distributions of packages, where the names differ."""
 
 CHANGING_OTHERS = ("swift",)
 """Packages whose import changes other packages: ms-swift deletes `__init__` of TRL's trainers. Their
@@ -293,11 +291,3 @@ def _lines_of(package: str) -> list[Line]:
     lines = [line for line in all_lines() if line.package == package]
     version = installed_version(package)
     return [line for line in lines if line.supports(version)] or lines
-
-
-def installed_version(package: str) -> str | None:
-    """The version of the distribution of a package, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Unpack, cast
 from ..logs import logger, strict, warn
 from ..reasons import Reason
 from .admission import evidence, packages
-from .admission.versions import unsupported_version_reason
+from .admission.versions import installed_version, unsupported_version_reason
 from .bypass import existing_trainers
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, Line, Target, installed_version, lines_of, targeted_trainers
+from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options, specific_options
 
 

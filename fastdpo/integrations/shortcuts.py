@@ -19,8 +19,6 @@ from .replacements import temporarily
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .line import TrainerState
-
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
     """What accelerate returns, by the class of a model that no engine has wrapped.
@@ -34,8 +32,8 @@ def is_peft_model(stock: Callable, model: Any) -> bool:
     return not (is_fused or is_transformers_model(model)) and stock(model)
 
 
-def install(trainer: Any, state: TrainerState) -> None:
-    """Until the trainer is unpatched, has accelerate's `unwrap_model` return a PeftModel at once, unless user code has
+def install(trainer: Any, undo: ExitStack) -> None:
+    """Until the stack is closed, has accelerate's `unwrap_model` return a PeftModel at once, unless user code has
     replaced the function.
 
     By itself, it looks for compiled parts in all modules, and then returns the same model.
@@ -49,12 +47,12 @@ def install(trainer: Any, state: TrainerState) -> None:
         is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
         return model if is_bare else stock(model, *args, **kwargs)
 
-    def undo() -> None:
+    def restore() -> None:
         if vars(accelerator).get("unwrap_model") is unwrap_model:
             del accelerator.unwrap_model
 
     accelerator.unwrap_model = unwrap_model
-    state.undo.callback(undo)
+    undo.callback(restore)
 
 
 def training_step(stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

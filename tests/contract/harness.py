@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.version import Version
 
+from fastdpo.integrations.admission.versions import installed_version
 from fastdpo.integrations.line import TrainerLine
-from fastdpo.integrations.lines import installed_version, lines_of
+from fastdpo.integrations.lines import lines_of
 from tests.support.comparison import assert_same, assert_same_bits
 from tests.support.copies import Change
 from tests.support.faults import Fault

@@ -3,18 +3,20 @@
 import pytest
 from peft import peft_model
 
-from fastdpo.integrations import patching
 from tests.contract.harness import cases
 from tests.support.comparison import assert_fused
 
 
 @pytest.fixture
 def described(monkeypatch):
-    """Whether a trainer was patched, each time that PEFT has described a model, as its `disable_adapter` does."""
+    """Whether a model was that of a patched trainer, each time that PEFT has described one, as its context does."""
     found, stock = [], peft_model.get_layer_status
-    monkeypatch.setattr(
-        peft_model, "get_layer_status", lambda model: found.append(bool(patching._patched)) or stock(model)
-    )
+
+    def describe(model):
+        found.append("disable_adapter" in vars(model))
+        return stock(model)
+
+    monkeypatch.setattr(peft_model, stock.__name__, describe)
     return found
 
 

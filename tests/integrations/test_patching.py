@@ -21,7 +21,7 @@ from trl.trainer import dpo_trainer
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.integrations.lines import DISTRIBUTIONS
+from fastdpo.integrations.admission.versions import DISTRIBUTIONS
 from fastdpo.ops.choice import notes
 from tests.support.comparison import assert_trained_alike
 from tests.support.stand_ins import hub_attention

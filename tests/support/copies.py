@@ -19,7 +19,8 @@ import torch
 
 import fastdpo
 from fastdpo.integrations.admission import evidence, fingerprints
-from fastdpo.integrations.lines import DISTRIBUTIONS, LINES, Line
+from fastdpo.integrations.admission.versions import DISTRIBUTIONS
+from fastdpo.integrations.lines import LINES, Line
 from tests.support import ROOT
 from tests.support.comparison import assert_same_training
 from tests.support.documents import tested_code

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from ...reasons import Reason
-from ..lines import installed_version
 from . import evidence, fingerprints
+from .versions import installed_version
 
 
 class Package(NamedTuple):

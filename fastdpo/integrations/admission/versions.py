@@ -1,4 +1,6 @@
-"""Which version of a trainer's package to install, and which installed packages forbid it."""
+"""Which version of a package is installed, which one of a trainer's package to install instead, and which installed
+packages forbid it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from ...reasons import Reason
+
+DISTRIBUTIONS = {"swift": "ms-swift"}
+"""The distributions of packages, where the names differ."""
+
+
+def installed_version(package: str) -> str | None:
+    """The version of the distribution of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def unsupported_version_reason(package: str, version: str, supported: list[str]) -> Reason:

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FunctionType
 
 from fastdpo.integrations.admission import evidence, fingerprints, packages
-from fastdpo.integrations.lines import LINES, installed_version
+from fastdpo.integrations.admission.versions import installed_version
+from fastdpo.integrations.lines import LINES
 from tests.support.documents.tested_code import functions_of_options
 
 

@@ -14,7 +14,8 @@ from types import FunctionType
 from typing import Any
 
 from fastdpo.integrations.admission import evidence, fingerprints, packages
-from fastdpo.integrations.lines import LINES, Line, installed_version
+from fastdpo.integrations.admission.versions import installed_version
+from fastdpo.integrations.lines import LINES, Line
 from fastdpo.integrations.options import specific_options
 
 

@@ -26,8 +26,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import fastdpo
-from fastdpo.integrations.admission.versions import joined
-from fastdpo.integrations.lines import DISTRIBUTIONS, LINES, TRAINERS
+from fastdpo.integrations.admission.versions import DISTRIBUTIONS, joined
+from fastdpo.integrations.lines import LINES, TRAINERS
 from tests.support import ROOT
 
 COMMITTED = ROOT / "tests" / "trained.json"
