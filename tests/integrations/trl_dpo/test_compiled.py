@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import DPOTrainer
@@ -44,7 +45,8 @@ LENGTHS += [(5 + i % 9, 1 + i % 7, 1 + i % 11) for i in range(43)] + [(60, 70, 5
 
 @pytest.fixture(autouse=True)
 def _no_graphs(monkeypatch):
-    """Counts graphs from 0, of a backend that runs them as they are."""
+    """Counts graphs from 0, of a backend that runs them as they are, and forgets that a trainer compiled its model."""
+    AcceleratorState._reset_state()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
