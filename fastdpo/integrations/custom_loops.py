@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
-from ..models.parts import base_of, modules_around, text_config
+from ..models.parts import base_of, text_config
 from ..models.scoring import targets_of_call
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.head.results import requested_statistics, statistic_names
@@ -80,8 +80,7 @@ def prepare(
         NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile, graphs=graphs
     )
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
-    for module in modules_around(model):
-        switching.install(module)
+    switching.install(model)
     return model
 
 

@@ -296,7 +296,7 @@ class TrainerLine:
                     self.install(trainer, role, model)
             policy = self.policy(trainer)
             if policy is not None:
-                switching.install(without_engines(policy))
+                switching.install(policy)
             shortcuts.install(trainer, state.undo)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:

@@ -8,15 +8,15 @@ adapters are enabled, it describes each of these layers in words, which takes lo
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..models.adapters import peft_model
 from ..models.parts import find_base
 from ..models.sharding import is_sharded
 from ..models.state import MODELS, state_of
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _installed: WeakSet[Any] = WeakSet()
 
 
-def install(model: object) -> None:
-    """Replaces the two functions of a PeftModel. Any other model is left as it is."""
-    peft = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
+def install(model: nn.Module) -> None:
+    """Replaces the two functions of the PeftModel in a model, if there is one."""
+    found = peft_model(model)
+    if found is not None:
         for function in (disable_adapter, set_adapter):
-            vars(model).setdefault(function.__name__, MethodType(function, model))
-        _installed.add(model)
+            vars(found).setdefault(function.__name__, MethodType(function, found))
+        _installed.add(found)
 
 
 def uninstall_unused() -> None:

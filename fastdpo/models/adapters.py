@@ -127,32 +127,33 @@ def with_adapter(model: nn.Module, adapter: str | None, op: str) -> Iterator[Non
     Raises:
         ValueError: the model has no such adapter, or one of virtual tokens.
     """
-    peft_model = _peft_model(model)
-    if peft_model is None:
+    wrapper = peft_model(model)
+    if wrapper is None:
         if adapter is not None:
             raise ValueError(f"{op}: adapter must be None without a PeftModel; got {adapter!r}")
         yield
         return
     if adapter is None:
-        with peft_model.disable_adapter():
+        with wrapper.disable_adapter():
             yield
         return
-    configs = peft_model.peft_config
+    configs = wrapper.peft_config
     if adapter not in configs or configs[adapter].is_prompt_learning:
         known = [name for name, config in configs.items() if not config.is_prompt_learning]
         raise ValueError(f"{op}: adapter must be one of {known}, none of virtual tokens; got {adapter!r}")
-    previous, trainable = peft_model.active_adapter, [p for p in model.parameters() if p.requires_grad]
-    peft_model.set_adapter(adapter)
+    previous, trainable = wrapper.active_adapter, [p for p in model.parameters() if p.requires_grad]
+    wrapper.set_adapter(adapter)
     try:
         yield
     finally:
-        peft_model.set_adapter(cast(str, previous))
+        wrapper.set_adapter(cast(str, previous))
         model.requires_grad_(False)  # PEFT makes trainable whatever it activates
         for parameter in trainable:
             parameter.requires_grad_(True)
 
 
-def _peft_model(model: nn.Module) -> PeftModel | None:
+def peft_model(model: nn.Module) -> PeftModel | None:
+    """The PeftModel in a model, if there is one."""
     if "peft" not in sys.modules:
         return None
     from peft import PeftModel

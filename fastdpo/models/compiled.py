@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,7 +198,7 @@ class _Compiler:
 
     def __init__(self) -> None:
         self.call: tuple[CompiledLayers, list[Any]] | None = None
-        self.run: AbstractContextManager[None] | None = None
+        self._run = ExitStack()
 
     def listen(self) -> None:
         """Has torch report its runs, unless it does. It forgets who listens when it is reset."""
@@ -210,13 +210,10 @@ class _Compiler:
 
     def _started(self, _: object) -> None:
         if self.call is not None:  # otherwise, another program compiles
-            self.run = _compiling(*self.call)
-            self.run.__enter__()
+            self._run.enter_context(_compiling(*self.call))
 
     def _ended(self, _: object) -> None:
-        if self.run is not None:
-            run, self.run = self.run, None
-            run.__exit__(None, None, None)
+        self._run.close()
 
 
 _compiler = _Compiler()

@@ -208,7 +208,7 @@ def test_copies_have_their_own_adapters(kind):
     assert "disable_adapter" not in vars(model)
 
 
-def test_compiled_models(tmp_path):
+def test_compiled_models():
     """Attributes that are set on them are set on the model inside."""
     model = fastdpo.prepare(trained_adapter(tiny_model()))
     with torch.compile(model).disable_adapter():
