@@ -266,9 +266,9 @@ bench-gpu:
 		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume $(GPU_ROUNDS) --json $(GPU_OUT)/$$suite.json $(ARGS) \
 			|| status=1; \
 	done; \
-	for program in $${suites:+first_step predicted_memory}; do \
-		$(GPU_PYTHON) -m benchmarks.$$program --json $(GPU_OUT)/$$program.json $(filter --quick,$(ARGS)) || status=1; \
-	done; \
+	if [ -n "$$suites" ]; then \
+		$(GPU_PYTHON) -m benchmarks.first_step --json $(GPU_OUT)/first_step.json $(filter --quick,$(ARGS)) || status=1; \
+	fi; \
 	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json $(filter --quick,$(ARGS)) || status=1; \
 	exit $$status
 

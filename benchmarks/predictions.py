@@ -75,11 +75,6 @@ def host_ratio(files: Files) -> str:
     return f"{stock / fused:.2f}x"
 
 
-def largest_error(files: Files) -> str:
-    errors = [x["predicted"] / x["measured"] - 1 for x in files["predicted_memory"]]
-    return f"{max(errors, key=abs):+.0%}, the largest of {len(errors)}"
-
-
 PREDICTIONS = (
     Prediction(
         "Logits kept by the head of the 0.5B model, 16,384 scored tokens",
@@ -129,12 +124,6 @@ PREDICTIONS = (
         host_ratio,
         "The suite `host` leaves out the launches, of which attention has more where rows share prompts; and the "
         "host was not equally fast for all sides, which ran one after another.",
-    ),
-    Prediction(
-        "Error of `fastdpo estimate`",
-        "at most 10%",
-        largest_error,
-        "Predicted from the sizes of tensors, without what an allocator keeps.",
     ),
 )
 

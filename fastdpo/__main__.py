@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from . import __version__
 from .checks import suggested
 from .commands import run, sizes
-from .commands.estimate import command as estimate
 from .commands.model_names import require_model
 from .integrations import options
 
@@ -62,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_doctor(commands)
     _add_check(commands)
-    estimate.add(commands)
     return parser
 
 

@@ -78,7 +78,6 @@ RUN = ("run", "--verify", "--memory-budget", "1GiB", "--reference-memory", "cach
 
 MODEL = ("--model", "path/to/no/model")
 REFUSED = [("check", *MODEL, "--dataset", "x"), ("doctor", *MODEL)]
-REFUSED.append(("estimate", "path/to/no/model", "x", "--batch", "2"))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +98,12 @@ def test_a_command_starts_without_torch(arguments, tmp_path):
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["check", "doctor", "estimate"])
+@pytest.mark.parametrize("name", ["check", "doctor"])
 def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    for module in ("__main__", "commands.estimate.command"):
-        monkeypatch.setattr(f"fastdpo.{module}.require_model", interrupted)
+    monkeypatch.setattr("fastdpo.__main__.require_model", interrupted)
     with pytest.raises(SystemExit) as ended:
         __main__.main(shlex.split(COMMANDS[name].epilog)[2:])
     assert ended.value.code == INTERRUPTED == 130

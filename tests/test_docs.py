@@ -92,7 +92,7 @@ def check_command(command: str) -> None:
             assert importlib.util.find_spec(module), command
         case ["fastdpo", "run", program, *_]:
             assert (ROOT / "tests" / "programs" / program.removesuffix("-cli")).is_dir(), f"nothing tests {command}"
-        case ["fastdpo", "doctor" | "estimate", *_]:
+        case ["fastdpo", "doctor", *_]:
             parser().parse_args(words[1:])
         case ["fastdpo", "check", *_]:
             args, fields = parser().parse_known_args(words[1:])

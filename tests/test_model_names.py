@@ -1,4 +1,4 @@
-"""`check`, `doctor` and `estimate` take the same models, and refuse others at once and alike."""
+"""`check` and `doctor` take the same models, and refuse others at once and alike."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ RULE = "model must be a directory with a config.json, or the name of a model on 
 COMMANDS = {
     "check": ["--dataset", "pairs.jsonl", "--model"],
     "doctor": ["--model"],
-    "estimate": ["--batch", "2"],
 }
 
 
@@ -57,8 +56,7 @@ def hub(monkeypatch, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_model_that_does_not_exist(command, model, reason, times, hub, tmp_path, monkeypatch):
     model = str(tmp_path) if model == "EMPTY" else model
-    dataset = ["pairs.jsonl"] if command == "estimate" else []
-    monkeypatch.setattr(sys, "argv", ["fastdpo", command, *COMMANDS[command], model, *dataset])
+    monkeypatch.setattr(sys, "argv", ["fastdpo", command, *COMMANDS[command], model])
     with pytest.raises(SystemExit) as raised:
         fastdpo.__main__.main()
     assert raised.value.code == f"fastdpo {command}: {RULE} {model!r}, {reason}"

@@ -35,7 +35,7 @@ OTHERS = (
     "a loss of one's own with a budget of tokens",
     "functions that an option relies on",
     "batches that wait for the end of a step",
-    *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
+    *("the random order of group_prompts", "tokens without sharing"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
     *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),
     "readers of a header in several programs",
@@ -92,7 +92,7 @@ def options() -> set[str]:
 def test_each_promise_and_each_capability_has_an_entry():
     assert len(promises()) == 5
     assert len(trainers()) >= 15
-    assert len(commands()) == 4
+    assert len(commands()) == 3
     assert {sabotage.name for sabotage in sabotages()} == promises() | trainers() | commands() | options() | {*OTHERS}
 
 

@@ -24,14 +24,14 @@ from fastdpo.commands.sizes import bytes_of
     ],
 )
 def test_sizes(size, expected):
-    assert bytes_of("estimate", "memory", size) == expected
+    assert bytes_of("run", "memory_budget", size) == expected
 
 
 @pytest.mark.parametrize("size", ["", "-1", "GiB", "1e9", "1 GiBs", "1.GiB", "nan", "0x10"])
 def test_anything_else_is_an_error(size):
     with pytest.raises(ValueError) as caught:
-        bytes_of("estimate", "memory", size)
-    assert str(caught.value) == f"estimate: memory must be a number of bytes, or a size such as 80GiB; got {size!r}"
+        bytes_of("run", "memory_budget", size)
+    assert str(caught.value) == f"run: memory_budget must be a number of bytes, or a size such as 80GiB; got {size!r}"
 
 
 def test_the_option_of_a_program(tmp_path):

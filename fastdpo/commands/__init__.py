@@ -1,4 +1,4 @@
-"""The commands of `fastdpo`: check, doctor, estimate and run.
+"""The commands of `fastdpo`: check, doctor and run.
 
 `fastdpo.__main__` parses their options. Nothing else in the library imports this package.
 """

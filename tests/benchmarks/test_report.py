@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import claims, plots, predicted_memory, predictions, report, tables
+from benchmarks import claims, plots, predictions, report, tables
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -75,7 +75,7 @@ def test_pages_are_up_to_date(numbers):
 
 def test_predictions_are_compared_with_what_was_measured(tmp_path):
     """Of each file, as the command that writes it does."""
-    assert len(predictions.PREDICTIONS) == 10
+    assert len(predictions.PREDICTIONS) == 9
     of_attention = {"sides": {"fastdpo, triton": {"facts": {"kernels": {predictions.DKV: 0.25}}}}}
     cases = [of_attention | {"name": name} for name in ("header, 8 pairs", "header, 64 pairs")]
     step = {"calls": {"compiling": 12}, "parts": {"compiling": 7.0}, "compiled_later": 3}
@@ -91,28 +91,13 @@ def test_predictions_are_compared_with_what_was_measured(tmp_path):
                 for i, side in enumerate(of_profile)
             }
         },
-        "predicted_memory": [{"predicted": 12, "measured": 10}, {"predicted": 7, "measured": 10}],
     }
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     table = predictions.table(tmp_path)
     assert predictions.NOT_MEASURED not in table
-    for measured in ("5,120 MiB", "0.25 ms", "12", "7.0 s", "3", "-7", "0.50x", "-30%, the largest of 2"):
+    for measured in ("5,120 MiB", "0.25 ms", "12", "7.0 s", "3", "-7", "0.50x"):
         assert f" {measured} |" in table
-
-
-def test_the_table_of_predicted_memory_is_up_to_date():
-    page, results = predicted_memory.PAGE.read_text(), json.loads(predicted_memory.RESULTS.read_text())
-    assert predicted_memory.with_table(page, results) == page, "run `python -m benchmarks.predicted_memory --page`"
-
-
-def test_rows_of_several_runs_name_each_of_them():
-    one = {"date": "2026-01-02T03:04:05", "commit": "a" * 40, "machine": {"cpu": "a processor", "threads": 2}}
-    rows = [one, one, one | {"commit": "b" * 40 + " with changes"}]
-    assert " ".join(predicted_memory.where(rows).split()) == (
-        "Measured on: a processor, 2 threads; 2026-01-02, commit aaaaaaa; "
-        "a processor, 2 threads; 2026-01-02, commit bbbbbbb with changes."
-    )
 
 
 def test_the_history_has_the_commits_of_all_results():

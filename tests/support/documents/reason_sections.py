@@ -29,7 +29,8 @@ versions.
 - `fastdpo doctor --model PATH` prints the reasons for a model without any data ([doctor.md](doctor.md)).
 - `FASTDPO_STRICT=1` turns every fallback into an error.
 - `print(fastdpo.calls)` counts the calls of each model by the path that they took.
-- Memory that grows for a while in bfloat16 on a CPU is oneDNN's: [memory.md](memory.md#bfloat16-on-a-cpu).
+- Memory that grows for a while in bfloat16 on a CPU is that of oneDNN, which compiles products for each shape and keeps
+  them. `ONEDNN_PRIMITIVE_CACHE_CAPACITY=16` limits it, and makes steps slower.
 
 {sections}
 """
