@@ -49,6 +49,8 @@ OTHERS = (
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
     "models that change and change back",
     "graphs of all lengths",
+    "compiled layers in verified calls",
+    "recordings that are compared on another batch than they were made of",
     *("activations of another replay", "what a recording has baked in", "a replay that differs"),
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),

@@ -296,6 +296,11 @@ def restore(model: PreTrainedModel, fused: FusedForward) -> None:
         fused.compiled.restore()
     if fused.graphs is not None:
         fused.graphs.forget()
+    restore_padded(model, fused)
+
+
+def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
+    """Gives a model its own attention and its own head back. Padded calls run its own layers anyway."""
     if fused.prior_attention is not None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None

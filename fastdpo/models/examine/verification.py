@@ -28,7 +28,7 @@ from ...reasons import Reason
 from .. import calls, gradients
 from ..scoring import prior_logits, score, targets_of_call
 from ..sharding import is_sharded
-from ..state import FusedForward, RunnableBatch, install_head, restore, switch_attention
+from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
 from .comparable import NOT_REENTRANT, forked_random_state, with_values
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ def _compare(
             expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):
                 rounded = outcome(_prior_results, args, kwargs)
-        found = outcome(_fused_results, model, batch, kwargs)
+        # A recording needs two batches, and is compared with the layers when it is made.
+        found = outcome(_fused_results, model, batch._replace(graphs=None), kwargs)
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
     wrong = ", ".join(str(x) for x in differences if not x.explained)
     if wrong:
@@ -157,7 +158,16 @@ def _compare(
             f"{wrong}. No weight has been changed. Train without fastdpo, and report this",
             wrong,
         )
-    logger.info("fastdpo: %s: verified; differs in %s", name, ", ".join(map(str, differences)))
+    how = _how(fused, batch)
+    logger.info("fastdpo: %s: verified%s; differs in %s", name, how, ", ".join(map(str, differences)))
+
+
+def _how(fused: FusedForward, batch: RunnableBatch) -> str:
+    """What ran the layers of a call that was compared, in words, if it was not the model alone."""
+    layers = "compiled layers" if fused.compiled is not None and fused.compiled.layers else "layers"
+    if batch.graphs is not None:
+        return f" with its {layers}, which CUDA graphs are compared with"
+    return f" with its {layers}" if layers != "layers" else ""
 
 
 def _fused_results(fused: FusedForward, model: PreTrainedModel, batch: RunnableBatch, kwargs: dict) -> Results:
@@ -194,7 +204,7 @@ def _other_results(fused: FusedForward, output: Any) -> dict[str, Tensor]:
 @contextmanager
 def _as_before(model: PreTrainedModel, fused: FusedForward) -> Iterator[None]:
     """In the block, the attention and the head of the model are its own."""
-    restore(model, fused)
+    restore_padded(model, fused)
     try:
         yield
     finally:

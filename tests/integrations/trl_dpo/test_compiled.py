@@ -155,6 +155,21 @@ def test_same_training(both, monkeypatch, options, checkpointing):
     assert graphs() > 1
 
 
+def with_wrong_code(graph, inputs):
+    """A backend whose layers return what is wrong by a thousandth."""
+    return lambda *args: [1.001 * x if x.is_floating_point() else x for x in graph.forward(*args)]
+
+
+def test_compiled_layers_are_verified(both, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "fastdpo"):
+        stock, patched = both(compile=True, verify=True)
+    assert_same(stock, patched)
+    assert len([x for x in caplog.messages if "verified with its compiled layers; differs in log-prob" in x]) == 2
+    monkeypatch.setattr(compiled, "BACKEND", with_wrong_code)
+    with pytest.raises(fastdpo.VerificationError, match="log-probabilities by"):
+        both(compile=True, verify=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
 def test_generated_code(both, monkeypatch, options):

@@ -1,8 +1,11 @@
 """`patch(graphs=True)`: the same training by replays of recordings, here on the CPU (see `recorder`)."""
 
+import logging
+
 import pytest
 import torch
 
+from fastdpo.models import compiled
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.kernels import recorder as recording
 from tests.support.trl.dpo import adapter, assert_same
@@ -34,3 +37,21 @@ def test_same_training(both, name):
     else:
         assert_same(stock, patched)
     assert patched.calls["policy", "replayed"] >= 2
+
+
+@pytest.mark.parametrize("options", [dict(verify=True), dict(verify=True, compile=True)], ids=["layers", "compiled"])
+def test_verified_before_batches_are_recorded(both, caplog, monkeypatch, options):
+    """A call that is verified runs the layers, with which each recording is compared. It is no first batch of its
+    number of tokens: the same batch follows.
+    """
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    with caplog.at_level(logging.INFO, "fastdpo"):
+        stock, patched = both(graphs=True, **options, max_steps=4)
+    assert_same(stock, patched)
+    assert patched.calls["policy", "replayed"] == 2
+    verified = [x.partition(";")[0] for x in caplog.messages if ": verified" in x]
+    layers = "compiled layers" if "compile" in options else "layers"
+    assert verified == [
+        f"fastdpo: trl.DPOTrainer ({role}): verified with its {layers}, which CUDA graphs are compared with"
+        for role in ("policy", "reference")
+    ]
