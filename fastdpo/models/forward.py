@@ -24,6 +24,7 @@ from . import batch as batches
 from . import deciding, facts, pickling, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
+from .functions import autocast_of
 from .parts import find_base, input_device_of, text_config
 from .scoring import prior_logits, score
 from .sharding import is_sharded
@@ -65,9 +66,9 @@ def install(
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
-    transform = facts.logit_transform(text_config(model))
-    inner = state_of(model)
-    fused = FusedForward(options, make_output, model.forward, prior_scores, transform, reason, choose, examine, inner)
+    transform, autocast = facts.logit_transform(text_config(model)), autocast_of(model.forward)
+    prior = model.forward, prior_scores, autocast
+    fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, state_of(model))
     if reason is not None:
         log_once(fused, reason)
 

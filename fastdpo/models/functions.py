@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -28,19 +29,32 @@ def name_of(function: Callable) -> str:
 
 
 def module_of(function: Callable) -> str:
-    """The module that a function was written in. `functools.wraps` changes
-    `__module__`, but not `__globals__`.
+    """The module that a function was written in, or the class of a callable object. `functools.wraps` changes
+    `__module__` of both, but neither `__globals__` nor the class.
     """
     function = inner_function(function)
-    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+    written = getattr(function, "__globals__", {}).get("__name__")
+    is_object = not isinstance(function, type | BuiltinFunctionType)
+    return written or getattr(type(function) if is_object else function, "__module__", None) or ""
 
 
 def forwards_of(module: nn.Module) -> Iterator[Callable]:
     """What has replaced the forward of a module's class, from the outermost wrapper to the innermost."""
-    forward = vars(module).get("forward")
-    while forward is not None:
-        yield forward
-        forward = getattr(forward, "__wrapped__", None)
+    return wrapped_in(vars(module).get("forward"))
+
+
+def wrapped_in(function: Callable | None) -> Iterator[Callable]:
+    """A function, and those that it wraps, from the outermost to the innermost."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def autocast_of(forward: Callable) -> torch.autocast | None:
+    """The innermost autocast in which the wrappers of a forward run it, such as that of `Accelerator.prepare`."""
+    wrappers = (x for x in map(inner_function, wrapped_in(forward)) if isinstance(x, FunctionType))
+    autocasts = [x for wrapper in wrappers for x in closure_contents(wrapper) if isinstance(x, torch.autocast)]
+    return autocasts[-1] if autocasts else None
 
 
 def _contents(cell: CellType) -> Any:

@@ -22,9 +22,14 @@ SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
 
 
 def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
-    """Runs the backbone on the batch and the head on its scored
-    positions, and restores the padded shape.
+    """Runs the backbone on the batch and the head on its scored positions, in the autocast that the prior forward runs
+    in, and restores the padded shape.
     """
+    with fused.autocast or nullcontext():
+        return _score(model, fused, batch, kwargs)
+
+
+def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
     options, layout = fused.options, batch.layout
     verdict = cast(Verdict, fused.verdict)
     routed = verdict.routes_in(kwargs)

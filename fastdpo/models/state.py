@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -200,6 +201,7 @@ class FusedForward:
         make_output: makes the output of fused calls.
         prior_forward: the forward before ours.
         prior_scores: whether the prior forward takes `fused_lm_head` and labels.
+        autocast: in which the prior forward runs, if it does.
         logit_transform: (softcap, logit_scale) of the model.
         lasting_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `deciding.choose`, excluded from compilation.
@@ -228,6 +230,7 @@ class FusedForward:
     make_output: MakeOutput
     prior_forward: Callable
     prior_scores: bool
+    autocast: torch.autocast | None
     logit_transform: tuple[float | None, float]
     lasting_reason: Reason | None
     choose: Callable[..., RunnableBatch | None]

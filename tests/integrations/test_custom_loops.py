@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 
 import fastdpo
@@ -213,6 +215,23 @@ def test_autocast():
         expected = own_logps(model, **batch)
     assert scored.logps.dtype == torch.float32
     assert (scored.logps - expected).abs().max() < 0.2
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state()  # it keeps the precision of an earlier trainer
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state()
+
+
+def test_a_model_that_accelerate_has_prepared(accelerator):
+    """In bfloat16: its wrappers of the forward autocast."""
+    batch, scored = rows(), {}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = fastdpo.score(fastdpo.prepare(tiny_model()), **batch).logps
+    model = fastdpo.prepare(accelerator.prepare(tiny_model()))
+    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
+    assert torch.equal(scored["logps"], expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])
