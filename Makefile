@@ -232,7 +232,7 @@ site: export NO_MKDOCS_2_WARNING := 1
 site: $(SITE)/.ready
 	$(SITE)/bin/mkdocs build
 
-SUITES ?= step hybrid sharing conversations bf16 evaluation precompute online kto grpo shuffled accumulated reward vision head loss attention host memory scaling
+SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo accumulated reward vision head loss attention host memory scaling
 
 # With Liger, two of whose heads run on a CPU.
 bench: export PYTHONPATH := $(abspath $(LIGER)):$(PYTHONPATH)

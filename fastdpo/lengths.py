@@ -121,11 +121,6 @@ class PairLengths:
         triangles = [n * (n + 1) // 2 for n in (chosen, rejected, prefix)]
         return triangles[0] + triangles[1] - triangles[2]
 
-    @property
-    def sharable(self) -> np.ndarray:
-        """Tokens from the beginning of the chosen row that other pairs can share, int64 [N]."""
-        return np.where(self.skipped, 0, self._needed(False)[0])
-
     def _rows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return (self.chosen, self.chosen_answer), (self.rejected, self.rejected_answer)
 

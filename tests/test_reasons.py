@@ -23,7 +23,7 @@ CALLS = [
 PRINTED = {"nothing-imported"}
 """Printed by a process that may not have imported fastdpo."""
 
-WITHOUT_NAMES = {"ops", "doctor.py", "grouped_epochs.py", "max_tokens"}
+WITHOUT_NAMES = {"ops", "doctor.py", "max_tokens"}
 """Where reasons concern one kernel or one file, or are raised as errors."""
 
 

@@ -68,17 +68,16 @@ class GroupStep:
     Args:
         workload: model, lengths and trainer.
         mode: "stock", "labelled" or "fastdpo" (see `benchmarks.sides.trainer.TrainerStep`).
-        cuts: whether steps are cut, with `max_tokens`: by half of the distinct tokens of the longest one, or "auto".
+        max_tokens: as in `fastdpo.patch`.
     """
 
-    def __init__(self, workload: GroupWorkload, mode: str, cuts: bool | Literal["auto"] = False) -> None:
+    def __init__(self, workload: GroupWorkload, mode: str, max_tokens: Literal["auto"] | None = None) -> None:
         self.workload, self.fused, self.batches = workload, mode == "fastdpo", len(workload.batches)
         self._policy_tokens = 0  # computed by `check`
         self.name = f"trl.{workload.trainer}Trainer"
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"
-            half = -(-max(workload.distinct_tokens) // 2)
-            fastdpo.patch(self.name, max_tokens="auto" if cuts == "auto" else half if cuts else None)
+            fastdpo.patch(self.name, max_tokens=max_tokens)
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL version does not select positions by `_use_triton`")
@@ -87,7 +86,7 @@ class GroupStep:
             self.trainer = self._build(Path(directory))
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.rows = [rows(workload, batch) for batch in range(self.batches)]
-        for _ in range(STEPS_OF_LEARNING if cuts == "auto" else 0):
+        for _ in range(STEPS_OF_LEARNING if max_tokens == "auto" else 0):
             self.step(0)
             self.reset()
 

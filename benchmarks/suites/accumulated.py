@@ -70,21 +70,21 @@ def _case(name: str, trainer: str, dataset: str, quick: bool, **options: Any) ->
 def _of_rows(of_batches: list[LengthProfile], trainer: str, of_trl: tuple[str, str], options: dict) -> tuple[Side, ...]:
     batches = tuple(draw_lengths(*x, ROWS, 0, spread=SPREAD, bounds=BOUNDS) for x in of_batches)
     work = AccumulatedWorkload(batches, pairs_of_prompt=COMPLETIONS_OF_PROMPT.get(trainer, 1), **options)
-    return _sides(f"{SIDES}{trainer}", work, of_trl, {"max_tokens": "auto"})
+    return _sides(f"{SIDES}{trainer}", work, of_trl)
 
 
 def _of_groups(profile: tuple[float, float], options: dict) -> tuple[Side, ...]:
     lengths = draw_lengths(*profile, 2, 0, spread=SPREAD, bounds=(2, LONGEST), completions=ROWS // 2)
     work = GroupWorkload((lengths,), **options)
-    return _sides(f"{SIDES}GRPO", work, (LABELLED, "labelled"), {"cuts": "auto"})
+    return _sides(f"{SIDES}GRPO", work, (LABELLED, "labelled"))
 
 
-def _sides(build: str, work: Workload, of_trl: tuple[str, str], auto: dict[str, str]) -> tuple[Side, ...]:
+def _sides(build: str, work: Workload, of_trl: tuple[str, str]) -> tuple[Side, ...]:
     name, mode = of_trl
     return (
         Side(name, build, work, {"mode": mode}),
         Side(AS_ACCUMULATED, build, work, {"mode": "fastdpo"}),
-        Side(SUBJECT, build, work, {"mode": "fastdpo", **auto}),
+        Side(SUBJECT, build, work, {"mode": "fastdpo", "max_tokens": "auto"}),
     )
 
 

@@ -65,7 +65,3 @@ class CostModel:
         """
         computed = self.token * lengths.packed(share=share) + self.attended * lengths.attended(share=share)
         return computed + self.scored * lengths.scored(share=share)
-
-    def of_prefixes(self, tokens: np.ndarray) -> np.ndarray:
-        """The costs of rows without a scored position, float64 [N], given their tokens [N]."""
-        return self.token * tokens + self.attended * (tokens * (tokens + 1) // 2)

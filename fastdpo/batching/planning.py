@@ -9,7 +9,6 @@ import numpy as np
 from .. import checks
 from ..lengths import PairLengths
 from .cost import CostModel
-from .kinship import Kinship
 
 Bins = list[list[int]]
 """The pairs of each micro-batch, as places in the pairs of the step."""
@@ -28,8 +27,6 @@ class StepPlanner:
         ranks: number of ranks.
         cost: what pairs are balanced by. Default: their tokens.
         share_prompts: whether the rows of a pair share their first tokens, as in `patch`.
-        kinship: of the chosen rows. Pairs that begin alike then are in one micro-batch as far as they fit, where
-            their common beginnings count once. Default: each pair counts by itself.
         op: the public function, for error messages.
 
     Raises:
@@ -44,21 +41,15 @@ class StepPlanner:
         ranks: int = 1,
         cost: CostModel | None = None,
         share_prompts: bool = True,
-        kinship: Kinship | None = None,
         op: str = "StepPlanner",
     ):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks)):
             checks.require_positive_integer(op, name, value)
         checks.require_flags(op, share_prompts=share_prompts)
-        if kinship is not None:
-            rule = f"be that of the {len(lengths)} pairs"
-            checks.require(len(kinship) == len(lengths), op, "kinship", rule, f"that of {len(kinship)}")
         self.max_tokens, self.ranks = int(max_tokens), int(ranks)
         self.lengths = lengths
-        cost = cost or CostModel()
-        tokens, costs = lengths.packed(share=share_prompts), cost.costs(lengths, share=share_prompts)
-        self._tokens, self._costs, self._cost = tokens, costs, cost
-        self._kinship, self._sharable = kinship if share_prompts else None, lengths.sharable
+        tokens = lengths.packed(share=share_prompts)
+        self._tokens, self._costs = tokens, (cost or CostModel()).costs(lengths, share=share_prompts)
         self._op = op
         too_long = np.flatnonzero(tokens > max_tokens)
         if len(too_long):
@@ -92,9 +83,7 @@ class StepPlanner:
         def cost_of(places: list[int]) -> float:
             return self.cost_of(index[places])
 
-        groups = self._groups(index, max_tokens)
-        sizes = [self.tokens_of(index[group]) for group in groups]
-        weights = [cost_of(group) for group in groups]
+        sizes, weights = self._tokens[index].tolist(), self._costs[index].tolist()
         count = max(1, -(-sum(sizes) // (max_tokens * self.ranks)))
         while True:  # ends at the latest when each pair has a micro-batch of its own
             packed = _balanced(sizes, weights, max_tokens, count * self.ranks)
@@ -102,41 +91,16 @@ class StepPlanner:
             if packed is not None:
                 break
             count += 1
-        bins = [sorted(place for group in members for place in groups[group]) for members in packed]
-        bins = _without_empty(bins, cost_of)
+        bins = _without_empty([sorted(places) for places in packed], cost_of)
         return [[index[places].tolist() for places in of_ranks] for of_ranks in _dealt(bins, cost_of, self.ranks)]
 
     def tokens_of(self, pairs: Sequence[int] | np.ndarray) -> int:
-        """The distinct tokens of a micro-batch, at most: further tokens may be shared by chance."""
-        return int(self._tokens[np.asarray(pairs)].sum() - self._by_content(pairs)[1].sum())
+        """The distinct tokens of a micro-batch, at most: pairs may share tokens by chance."""
+        return int(self._tokens[np.asarray(pairs)].sum())
 
     def cost_of(self, pairs: Sequence[int] | np.ndarray) -> float:
         """The cost of a micro-batch."""
-        return float(self._costs[np.asarray(pairs)].sum() - self._cost.of_prefixes(self._by_content(pairs)[1]).sum())
-
-    def _by_content(self, pairs: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places of pairs in the order of their content, and the tokens that each shares with the one before."""
-        if self._kinship is None:
-            return np.arange(len(pairs)), np.zeros(len(pairs), np.int64)
-        order, common = self._kinship.sorted(pairs)
-        sharable = self._sharable[np.asarray(pairs)[order]]
-        common[1:] = np.minimum(common[1:], np.minimum(sharable[1:], sharable[:-1]))
-        return order, common
-
-    def _groups(self, index: np.ndarray, max_tokens: int) -> list[list[int]]:
-        """The places of pairs that stay together: relatives, up to the tokens of even micro-batches."""
-        order, shared = self._by_content(index)
-        tokens = self._tokens[index][order]
-        total = int((tokens - shared).sum())
-        most = total / (self.ranks * max(1, -(-total // (max_tokens * self.ranks))))
-        groups, used = [], 0
-        for place, of_pair, common in zip(order.tolist(), tokens.tolist(), shared.tolist(), strict=True):
-            used += of_pair - common
-            if not common or used > most:
-                groups.append([])
-                used = of_pair
-            groups[-1].append(place)
-        return groups
+        return float(self._costs[np.asarray(pairs)].sum())
 
 
 def _descending(values: Sequence[float]) -> list[int]:

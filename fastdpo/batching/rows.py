@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .kinship import sorted_by_tokens
+from ..prefix_tree import common_length
 
+Ints = NDArray[np.int64]
 Run = tuple[int, int]
 
 COST_OF_A_RUN = 1 / 64
@@ -74,3 +76,21 @@ class RowPlanner:
 
     def _tokens(self, starts: NDArray[np.int64], end: int) -> NDArray[np.int64]:
         return self._lengths[starts] + self._ends[end - 1] - self._ends[starts]
+
+
+def sorted_by_tokens(rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> tuple[Ints, Ints, Ints]:
+    """Sorts rows by their tokens, so that each has most in common with its neighbours.
+
+    Args:
+        rows: the tokens of each of N rows.
+
+    Returns:
+        The numbers of the rows in sorted order, their lengths, and the number of tokens that each has in common with
+        the one before it. int64 [N] each.
+    """
+    content = [np.asarray(row, np.int32).tobytes() for row in rows]
+    order = sorted(range(len(content)), key=content.__getitem__)
+    ids = (np.frombuffer(content[i], np.int32) for i in order)
+    common = [0, *(common_length(a, b) for a, b in pairwise(ids))][: len(order)]
+    lengths = [len(content[i]) // 4 for i in order]
+    return np.array(order, np.int64), np.array(lengths, np.int64), np.array(common, np.int64)

@@ -11,7 +11,6 @@ from torch.utils.data import Sampler
 from .. import checks
 from ..lengths import PairLengths
 from .cost import CostModel
-from .kinship import Kinship
 from .planning import StepPlanner
 
 Order = Callable[[int], Sequence[int] | np.ndarray]
@@ -65,7 +64,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: of the default order.
         drop_last: leave out the last step if it has fewer pairs. Otherwise it is filled up to a
             multiple of the number of ranks with the first pairs of the epoch.
-        cost, share_prompts, kinship: as in `StepPlanner`.
+        cost, share_prompts: as in `StepPlanner`.
 
     Raises:
         TypeError, ValueError: an argument is malformed, or a pair has more than `max_tokens` tokens.
@@ -84,12 +83,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         drop_last: bool = False,
         cost: CostModel | None = None,
         share_prompts: bool = True,
-        kinship: Kinship | None = None,
     ):
         op = "TokenBudgetSampler"
-        self._planner = StepPlanner(
-            lengths, max_tokens, ranks=ranks, cost=cost, share_prompts=share_prompts, kinship=kinship, op=op
-        )
+        self._planner = StepPlanner(lengths, max_tokens, ranks=ranks, cost=cost, share_prompts=share_prompts, op=op)
         rule = f"be a positive multiple of the number of ranks ({ranks})"
         checks.require_integer(op, "pairs_per_step", pairs_per_step, rule)
         checks.require(pairs_per_step > 0 and pairs_per_step % ranks == 0, op, "pairs_per_step", rule, pairs_per_step)

@@ -30,7 +30,7 @@ from ..models.state import ForwardOptions, Groups, MakeOutput
 from ..models.structure import Wrapping
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
-from . import grouped_epochs, shortcuts, switching
+from . import shortcuts, switching
 from .admission.evidence import first_difference
 from .admission.fingerprints import attribute_of, inner, name_of, package_of
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
@@ -117,7 +117,7 @@ class TrainerLine:
     parameters: ClassVar[Mapping[str, list[str]]] = {}
     module_parameters: ClassVar[Mapping[str, list[str]]] = {}
     exact: ClassVar[bool] = True
-    relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {"group_prompts": grouped_epochs.RELIES_ON}
+    relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
     module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
@@ -364,7 +364,6 @@ class TrainerLine:
             self.init_unpatched(stock, trainer, *args, **kwargs)
             return
         vars(trainer)[STATE] = self.new_state()
-        grouped_epochs.install(trainer, self.name, self.options)
         self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
         self.watch_first_log(trainer)

@@ -63,14 +63,6 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _window(op: str, name: str, value: Any) -> bool | int:
-    if isinstance(value, bool):
-        return value
-    checks.require_integer(op, name, value, rule := "be True, False or a positive number of batches")
-    checks.require(value > 0, op, name, rule, value)
-    return int(value)
-
-
 def _directory(op: str, name: str, value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
@@ -127,18 +119,6 @@ class PatchOptions:
         },
         (_DPO, *(f"trl.{x}Trainer" for x in ("Reward", "KTO", "SFT", "GRPO", "RLOO"))),
     )
-    group_prompts: bool | int = _option(
-        False,
-        _window,
-        {
-            "--group-prompts": _constant(True, "put pairs that begin alike into one batch"),
-            "--group-prompts-within": dict(type=int, metavar="BATCHES", help="within this many batches at a time"),
-        },
-        (
-            *(_DPO, "trl.RewardTrainer", "trl.SFTTrainer"),
-            *("llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
-        ),
-    )
     compile: bool = _option(False, _flag, {"--compile": _constant(True, "compile the decoder layers for packed calls")})
     graphs: bool = _option(False, _flag, {"--graphs": _constant(True, "replay CUDA graphs of packed calls")})
     provisional: bool = _option(
@@ -160,7 +140,6 @@ class GivenOptions(TypedDict, total=False):
     reference_memory: bool | str | os.PathLike[str]
     verify: bool
     max_tokens: int | Literal["auto"] | None
-    group_prompts: bool | int
     compile: bool
     graphs: bool
     provisional: bool

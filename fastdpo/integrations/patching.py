@@ -168,13 +168,6 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             micro-batches begin with the tokens of those of the unpatched trainer, and grow in the first steps as
             far as that is useful and fits into four fifths of the device's memory; a line logs the number that
             repeats them.
-        group_prompts: put pairs that begin alike into one batch, whose rows then share it: pairs of one
-            prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
-            another order, so its steps are not those of the unpatched trainer. With a number, pairs are
-            moved only within each of this many batches. Applies to the DPOTrainers of TRL and
-            LLaMA-Factory and to TRL's RewardTrainer and SFTTrainer; a warning says so if none of them is
-            patched. The trainers of ms-swift, which draw pairs by themselves, raise an error before the
-            first step.
         compile: compile the decoder layers for packed calls, once for batches of all lengths. Other calls run the
             layers as they are. Disabled, with a logged reason, where layers cannot be compiled as a whole.
         graphs: replay CUDA graphs of packed calls. Disabled, with a logged reason, where these cannot be recorded.

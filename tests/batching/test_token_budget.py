@@ -9,9 +9,9 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader
 
-from fastdpo.batching import CostModel, Kinship, StepPlanner, TokenBudgetSampler, kinship_of
+from fastdpo.batching import CostModel, StepPlanner, TokenBudgetSampler
 from fastdpo.lengths import PairLengths, pair_lengths
-from fastdpo.ops import pack, pack_pairs
+from fastdpo.ops import pack_pairs
 from tests.support.trl.dpo import tiny_model
 from tests.support.trl.reward import reward_model
 
@@ -23,12 +23,6 @@ def lengths_of(n: int, spread: float = 0.6, seed: int = 0) -> PairLengths:
     rng = np.random.default_rng(seed)
     prompt, chosen, rejected = rng.lognormal(4, spread, (3, n)).clip(2, 900).astype(np.int64)
     return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt, 0 * prompt)
-
-
-def kinship_of_prompts(lengths: PairLengths, prompts: np.ndarray) -> Kinship:
-    """That of pairs whose chosen rows have nothing but these prompts in common."""
-    rows = zip(prompts, lengths.chosen, lengths.chosen_answer, strict=True)
-    return Kinship([*[prompt] * (n - answer), *[1000 + i] * answer] for i, (prompt, n, answer) in enumerate(rows))
 
 
 def flat(cut: list) -> list[int]:
@@ -77,22 +71,6 @@ def test_ranks_never_have_empty_micro_batches():
     lengths = lengths_of(4)
     planner = StepPlanner(lengths, int(lengths.packed().max()), ranks=4)
     assert [len(pairs) for of_ranks in planner.cut(range(4)) for pairs in of_ranks] == [1] * 4
-    alike = StepPlanner(lengths, 10_000, ranks=4, kinship=kinship_of_prompts(lengths, np.zeros(4, int)))
-    assert [len(pairs) for of_ranks in alike.cut(range(4)) for pairs in of_ranks] == [1] * 4
-
-
-def test_pairs_of_a_prompt_stay_together():
-    lengths, prompts = lengths_of(64), np.arange(64) // 4
-    planner = StepPlanner(lengths, 2000, kinship=kinship_of_prompts(lengths, prompts))
-    cut = planner.cut(np.random.default_rng(0).permutation(64))
-    together = [set(prompts[micro_batch]) for (micro_batch,) in cut]
-    assert sum(map(len, together)) == 16, "each prompt is in one micro-batch"
-    alike = kinship_of_prompts(lengths, np.zeros(64, int))
-    apart = StepPlanner(lengths, int(lengths.packed().max()), kinship=alike)
-    assert sorted(flat(apart.cut(range(64)))) == list(range(64)), "too many pairs for one micro-batch are split"
-    shared = StepPlanner(lengths, 20_000, ranks=4, kinship=alike).cut(range(64))
-    assert [len(of_ranks) for of_ranks in shared] == [4]
-    assert max(map(planner.cost_of, shared[0])) < 1.2 * np.mean([*map(planner.cost_of, shared[0])]), "on all ranks"
 
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -114,27 +92,6 @@ def test_tokens_are_those_of_layouts():
     for (micro_batch,) in planner.cut(range(20)):
         layout = pack_pairs(*padded([rows[i] for i in micro_batch]))
         assert len(layout.token_index) == planner.tokens_of(micro_batch) <= 100
-
-
-def test_a_prompt_of_several_pairs_counts_once():
-    """Their answers begin with different tokens, so that nothing else is in common."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(100, 999, n).tolist() for n in rng.integers(20, 60, 6)]
-    answers = [[[10 * i + k, *rng.integers(100, 999, rng.integers(1, 40))] for k in (1, 2)] for i in range(24)]
-    rows = [dict(zip(COLUMNS, (prompts[i // 4], *pair), strict=True)) for i, pair in enumerate(answers)]
-    lengths = pair_lengths(rows)
-    planner = StepPlanner(lengths, 500, kinship=kinship_of(rows, op="test"), cost=CostModel(1.0, 0.01))
-    cut = planner.cut(rng.permutation(24))
-    for (micro_batch,) in cut:
-        layout = pack(*padded([rows[i] for i in micro_batch]), groups="prompts")
-        assert len(layout.token_index) == planner.tokens_of(micro_batch) <= 500
-    assert sum(len(set(np.array(micro_batch) // 4)) for (micro_batch,) in cut) == 6
-    assert len(cut) < len(StepPlanner(lengths, 500).cut(range(24)))
-    prompt = len(prompts[0])
-    once = 3 * (prompt + 0.01 * prompt * (prompt + 1) / 2)
-    assert planner.cost_of(range(4)) == pytest.approx(sum(planner.cost_of([i]) for i in range(4)) - once)
-    unshared = StepPlanner(lengths, 500, kinship=kinship_of(rows, op="test"), share_prompts=False)
-    assert unshared.tokens_of(range(4)) == sum(unshared.tokens_of([i]) for i in range(4))
 
 
 def sampler(ranks: int = 1, n: int = 100, **options) -> TokenBudgetSampler:
@@ -230,7 +187,6 @@ MALFORMED = [
     (dict(rank=2, ranks=2), ValueError, "rank must be None or an integer from 0 to 1; got 2"),
     (dict(seed=-1), ValueError, "seed must be an integer that is not negative; got -1"),
     (dict(drop_last="no"), TypeError, "drop_last must be True or False; got 'no'"),
-    (dict(kinship=Kinship([[1], [2]])), ValueError, "kinship must be that of the 8 pairs; got that of 2"),
 ]
 
 

@@ -12,12 +12,11 @@ import torch
 from benchmarks import case_runner, plots, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.equality import compare_to_truth, describe_failures
-from benchmarks.sides import conversations as sides
 from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
-from benchmarks.suites import SUITES, accumulated, attention, conversations, hybrid, sharing, shuffled, step
+from benchmarks.suites import SUITES, accumulated, attention, hybrid, sharing, step
 from benchmarks.worker import build_side
 from tests.support.programs.warm import run_program
 
@@ -149,36 +148,6 @@ def test_steps_that_share_more_than_the_prompt_of_a_pair(tmp_path, capsys):
     table = capsys.readouterr().out
     assert "speedup over sharing by pairs only" in table
     assert "speedup over prompts not shared under dropout" in table
-
-
-def test_steps_of_turns_that_come_together(tmp_path):
-    code, result = run_suite("conversations", tmp_path, "--rounds", "1")
-    assert code == 0
-    (case,) = result["cases"]
-    tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
-    assert tokens[conversations.AS_DRAWN] > 1.3 * tokens[SUBJECT]
-
-
-def test_conversations_have_the_published_shapes():
-    pairs = sides.conversations(500, 1000)
-    assert len(pairs) / 500 == pytest.approx(sides.TURNS, rel=0.05)
-    means = [np.mean([len(pair[name]) for pair in pairs]) for name in ("chosen_ids", "rejected_ids")]
-    assert means == pytest.approx([sides.RESPONSE] * 2, rel=0.03)
-    first = [len(pair["prompt_ids"]) for pair in pairs if len(pair["prompt_ids"]) < 250]
-    assert np.median(first) == pytest.approx(sides.MESSAGE, rel=0.3)
-    said = pairs[0]["prompt_ids"] + pairs[0]["chosen_ids"]
-    assert pairs[1]["prompt_ids"][: len(said)] == said
-
-
-@pytest.mark.parametrize("trainer", ["GRPO", pytest.param("RLOO", marks=pytest.mark.thorough)])
-def test_steps_that_accumulate_shuffled_completions(trainer, tmp_path):
-    code, result = run_suite("shuffled", tmp_path, "--cases", trainer, "--rounds", "1")
-    assert code == 0
-    (case,) = result["cases"]
-    facts = {name: side["facts"] for name, side in case["sides"].items()}
-    tree = facts[SUBJECT]["distinct_tokens"]
-    assert facts[SUBJECT]["policy_tokens"] == pytest.approx(tree, rel=0.02)  # completions may begin with the same token
-    assert facts[shuffled.AS_SHUFFLED]["policy_tokens"] > 1.3 * tree
 
 
 def test_attention_is_compared_in_some_of_its_heads():

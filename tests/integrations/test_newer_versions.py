@@ -187,9 +187,7 @@ def test_a_changed_function_that_is_replaced_is_a_reason(changed, trainer):
     assert seam.reason.name == "changed-code"
 
 
-@pytest.mark.parametrize(
-    "option", [dict(reference_memory=True), dict(max_tokens=500), dict(group_prompts=True)], ids=str
-)
+@pytest.mark.parametrize("option", [dict(reference_memory=True), dict(max_tokens=500)], ids=str)
 def test_options_that_rely_on_a_changed_function_are_refused(changed, option):
     changed("_compute_loss")
     with pytest.raises(fastdpo.PatchError, match=rf"_compute_loss, on which {next(iter(option))} relies"):

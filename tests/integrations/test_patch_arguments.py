@@ -132,7 +132,6 @@ def test_an_empty_list_does_not_mean_all(empty):
 
 BYTES = "memory_budget must be a number of bytes, an int of 0 or more, or None; got "
 SHARING = 'share_prompts must be True, False or "deterministic"; got '
-WINDOW = "group_prompts must be True, False or a positive number of batches; got "
 TOKENS = 'max_tokens must be a positive integer, "auto" or None; got '
 DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
@@ -141,9 +140,6 @@ MALFORMED = [
     ("share_prompts", 1, TypeError, SHARING + "1"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("verify", "trial", TypeError, "verify must be True or False; got 'trial'"),
-    ("group_prompts", "yes", TypeError, WINDOW + "'yes'"),
-    ("group_prompts", 0, ValueError, WINDOW + "0"),
-    ("group_prompts", None, TypeError, WINDOW + "None"),
     ("provisional", 0, TypeError, "provisional must be True or False; got 0"),
     ("provisional", None, TypeError, "provisional must be True or False; got None"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),

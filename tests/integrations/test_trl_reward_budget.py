@@ -7,8 +7,7 @@ from trl import RewardTrainer
 
 import fastdpo
 from tests.support.comparison import double
-from tests.support.trl.dpo import Run, assert_same, long_pairs, recorded_layouts
-from tests.support.trl.grouping import conversations
+from tests.support.trl.dpo import Run, assert_same, long_pairs
 from tests.support.trl.reward import adapter, reward_model, train_reward
 
 MAX_TOKENS = 130  # three or more micro-batches of 8 pairs, of different numbers of pairs
@@ -44,19 +43,6 @@ def test_same_training(tmp_path, option):
     assert_same(stock, cut)
     assert {path for _, path in cut.calls} == {"fused"}
     assert cut.calls["policy", "fused"] > 2 * cut.steps
-
-
-@pytest.mark.parametrize("max_tokens", [None, MAX_TOKENS])
-def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch, max_tokens):
-    layouts, computed = recorded_layouts(monkeypatch), []
-    for grouping in (False, True):
-        with fastdpo.patched("trl.RewardTrainer", max_tokens=max_tokens, group_prompts=grouping):
-            options = dict(data=conversations(), per_device_train_batch_size=4, max_steps=4)
-            trained = train_reward(tmp_path / str(grouping), reward_model(), **options)
-        assert {path for _, path in trained.calls} == {"fused"}
-        computed.append(sum(len(layout.token_index) for layout in layouts))
-        layouts.clear()
-    assert computed[1] < 0.75 * computed[0]
 
 
 def test_a_budget_without_room_for_a_pair_is_refused(tmp_path):

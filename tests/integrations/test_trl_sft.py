@@ -4,22 +4,17 @@ import functools
 import warnings
 
 import pytest
-from torch.utils.data import SequentialSampler
 from trl import SFTTrainer
 
 import fastdpo
 from fastdpo.integrations.bypass import bypass_reason
 from fastdpo.integrations.trl.sft import SFTLine
 from tests.contract.trainers.trl.sft import FULL
-from tests.support.comparison import assert_trained_alike, double
-from tests.support.trl import grouping
+from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import (
-    assert_same,
-    recorded_layouts,
-    tiny_model,
     tokenizer,
 )
-from tests.support.trl.sft import rows, train_both_sft, train_sft
+from tests.support.trl.sft import rows, train_both_sft
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}w1 {{ m.content }} {% else %}"
@@ -64,32 +59,6 @@ def test_token_accuracy_above_zero(both):
     patched = assert_trained_alike(both(data=repeated, learning_rate=0.2), **FULL)
     assert patched.logs[2]["mean_token_accuracy"] > 0.2
     assert "entropy" in patched.logs[2]
-
-
-class Sequential(SFTTrainer):
-    """Trains on the rows in the order of the dataset."""
-
-    def _get_train_sampler(self, *args, **kwargs):
-        return SequentialSampler(self.train_dataset)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 200])
-def test_turns_of_a_conversation_come_together(tmp_path, monkeypatch, max_tokens):
-    """Steps are those of stock with the same rows, and compute less than in the order that is drawn."""
-    turns = [{"prompt": x["prompt"], "completion": x["chosen"]} for x in grouping.conversations()]
-    orders, layouts = grouping.recorded_orders(monkeypatch), recorded_layouts(monkeypatch)
-    options = dict(gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=1)
-    computed = []
-    for name, patch in {"drawn": {}, "grouped": dict(group_prompts=True)}.items():
-        layouts.clear()
-        with fastdpo.patched("trl.SFTTrainer", max_tokens=max_tokens, **patch):
-            patched = train_sft(tmp_path / name, double(tiny_model()), data=lambda n: turns, **options)
-        computed.append(sum(len(layout.token_index) for layout in layouts))
-    assert {path for _, path in patched.calls} == {"fused"}
-    assert sorted(orders[0]) == list(range(len(turns))) != orders[0]
-    assert computed[1] < (0.75 if max_tokens is None else 0.85) * computed[0]
-    in_order = dict(data=lambda n: [turns[i] for i in orders[0]], trainer_class=Sequential)
-    assert_same(train_sft(tmp_path / "stock", double(tiny_model()), **in_order, **options), patched)
 
 
 def test_subclasses(both):

@@ -21,7 +21,6 @@ from tests.support.trl.dpo import (
     tiny_model,
     train,
 )
-from tests.support.trl.grouping import assert_steps_are_those_of_stock
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -176,7 +175,3 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
             build(tmp_path / f"{name} first", reference, model)  # with swapped roles
             runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # needs other statistics
     assert_trained_alike(runs, policy=3, reference=3)
-
-
-def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):
-    assert_steps_are_those_of_stock(tmp_path, monkeypatch)

@@ -43,7 +43,7 @@ from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.models.trained_effects import EFFECTS
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl import kto, sft
-from tests.support.trl.dpo import dataset, long_pairs, pairs, tiny_model
+from tests.support.trl.dpo import dataset, pairs, tiny_model
 from tests.support.trl.groups import prompts
 from tests.support.trl.online import writer
 from tests.support.trl.reward import reward_model
@@ -298,15 +298,6 @@ def of_prompts(directory: Path, kind: str) -> list[dict]:
 
 COMPLETIONS = dict(per_device_train_batch_size=4, steps_per_generation=2, num_generations=4, evaluate=0)
 
-PROMPTS = 6
-
-
-def of_few_prompts(directory: Path, kind: str) -> list[dict[str, str]]:
-    """Pairs of which every sixth has the same prompt. For stock, those of a prompt stand together."""
-    prompts = [row["prompt"] for row in long_pairs(((12, 1, 1),) * PROMPTS)]
-    rows = [{**row, "prompt": prompts[i % PROMPTS]} for i, row in enumerate(pairs(PAIRS))]
-    return sorted(rows, key=lambda row: prompts.index(row["prompt"])) if kind == "stock" else rows
-
 
 def uneven(directory: Path, kind: str) -> list[dict[str, str]]:
     return UNEVEN
@@ -330,7 +321,6 @@ BUDGET = dict(patch=dict(max_tokens=45))
 """Two or three micro-batches for each rank in a step of 4 pairs a rank."""
 
 LEARNED = dict(patch=dict(max_tokens="auto"), prepare=plant_memory)
-GROUPED = dict(options=dict(SEQUENTIAL, **WHOLE_STEPS))
 COMPILED = dict(patch=dict(compile=True), prepare=compile_eagerly)
 GRAPHS = dict(patch=dict(graphs=True), prepare=record_graphs)
 VERIFIED = dict(patch=dict(verify=True))
@@ -402,14 +392,6 @@ CASES = {
     **on("fsdp2 zero2 zero3", "GRPO token budget", **GRPO, **BUDGET),
     **on("ddp fsdp2", "learned tokens", dict(num_train_epochs=3, evaluate=0), **LEARNED),
     **on("ddp", "learned tokens of rows", dict(num_train_epochs=3, evaluate=0), **SFT, **LEARNED),
-    **on("ddp fsdp2 zero3", "grouped prompts", data=of_few_prompts, patch=dict(group_prompts=True), **GROUPED),
-    **on(
-        "ddp fsdp2 zero3",
-        "grouped prompts token budget",
-        data=of_few_prompts,
-        patch=dict(group_prompts=True, max_tokens=80),
-        **GROUPED,
-    ),
     # A reference whose results are kept
     **on("fsdp2 zero2 zero3", "remembered", **REMEMBERED),
     **on("fsdp2 zero2 zero3", "remembered lora", lora=True, **REMEMBERED),

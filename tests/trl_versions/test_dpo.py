@@ -18,7 +18,6 @@ from tests.support.trl.dpo import (
     tiny_model,
     train,
 )
-from tests.support.trl.grouping import assert_steps_are_those_of_stock
 from tests.support.trl.verified import assert_verified
 
 installed = Version(version("trl"))
@@ -76,7 +75,3 @@ def test_token_accuracy_above_zero(both):
 
 def test_the_comparison_detects_a_missing_token(tmp_path):
     assert_a_missing_token_is_noticed(tmp_path)
-
-
-def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):
-    assert_steps_are_those_of_stock(tmp_path, monkeypatch)

@@ -7,7 +7,6 @@ ms-swift has its state before functions of TRL run, so the line of TRL's own tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -24,13 +23,8 @@ from .batches import OutputOfRows, inputs_of
 T = TypeVar("T")
 
 
-_LOADER = "swift.trainers.mixin:DataLoaderMixin.get_train_dataloader"
-
-
 class SwiftLine(TrainerLine):
     """One trainer line of ms-swift."""
-
-    relies_on = MappingProxyType({"group_prompts": (*TrainerLine.relies_on["group_prompts"], _LOADER)})
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)

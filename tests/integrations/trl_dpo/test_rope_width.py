@@ -6,13 +6,12 @@ test_families.py trains these models without options.
 
 import pytest
 import torch
-from trl import DPOTrainer
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.models import facts, support
 from tests.support.models.families import tiny_family
-from tests.support.trl.dpo import assert_same, build, long_pairs, train
+from tests.support.trl.dpo import assert_same, long_pairs, train
 
 LIMITS = {"phi3-longrope": 16, "llama-dynamic": 15}
 """The largest width of a batch up to which the frequencies of each model are the same."""
@@ -136,27 +135,6 @@ def test_given_values_are_used(tmp_path, name):
     given = [row | dict(ref_chosen_logps=-3.0, ref_rejected_logps=-4.0) for row in BOTH]
     run = patched(tmp_path, name, {}, data=given, precompute_ref_log_probs=True, max_steps=2)
     assert run.calls == {("policy", "fused"): 2}
-
-
-@both_sides
-def test_grouped_prompts_run_at_the_width_of_their_batch(tmp_path, name):
-    """The batches are others than without, but each has the results that TRL would get for it."""
-    data = [{**row, "prompt": BOTH[i % 4]["prompt"]} for i, row in enumerate(BOTH)]
-    batches, losses = [], []
-
-    class Recording(DPOTrainer):
-        def training_step(self, model, inputs, *args):
-            batches.append(inputs)
-            losses.append(super().training_step(model, inputs, *args))
-            return losses[-1]
-
-    options = dict(data=data, learning_rate=0.0, max_steps=6, trainer_class=Recording)
-    patched(tmp_path / "patched", name, dict(group_prompts=True), **options)
-    stock = build(tmp_path / "stock", *models(name).values(), 2)
-    expected = [stock.compute_loss(stock.model, batch) for batch in batches]
-    widths = [batch["input_ids"].shape[1] for batch in batches]
-    assert min(widths) <= LIMITS[name] < max(widths)
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
 def tokens(*lengths: int) -> dict[str, list[int]]:

@@ -3,14 +3,13 @@
 import json
 import math
 import os
-import re
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.programs.harness import BIN, assert_same, on, run, said
-from tests.support.programs.workload import TINY, Conversations
+from tests.support.programs.workload import TINY
 
 LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_modules=["q_proj", "v_proj"], plugins=["seeded.Plugin"])
 SEEDED = """
@@ -181,14 +180,3 @@ def test_the_plugin_says_that_another_trainer_is_not_fused(tmp_path):
     assert not said(kto.stderr)
     reason = f"axolotl (AxolotlKTOTrainer): not fused, it is not a {TRAINER} or trl.RewardTrainer"
     assert (output / "debug.log").read_text().count(reason) == 1
-
-
-def test_pairs_that_begin_alike_come_together(tmp_path):
-    """Turns of conversations, in two batches."""
-    workload, computed = Conversations(pairs=12, batch=6, steps=2), []
-    for options in ([], ["--group-prompts"]):
-        output = tmp_path / "-".join(["out", *options])
-        trained = run([*options, *command(output, workload)], output, fused=True, **OFFLINE)
-        assert trained.calls == fused_calls(workload)
-        computed.append(int(re.search(r"(\d+)% of [\d,]+ padded tokens computed", trained.stderr)[1]))
-    assert computed[1] < 0.8 * computed[0]

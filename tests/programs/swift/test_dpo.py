@@ -110,12 +110,3 @@ def test_patched_trainers_are_reported_on_without_a_warning(tmp_path, caplog):
         run = train(tmp_path, workload=VARIED)
     assert_fused(run, policy=3, reference=3)
     assert "not fused" not in caplog.text
-
-
-def test_a_sampler_of_its_own_is_not_reordered(tmp_path):
-    reason = r"the data loader of DPOTrainer\.get_train_dataloader, which accelerate has not prepared"
-    with (
-        fastdpo.patched("swift.DPOTrainer", group_prompts=True),
-        pytest.raises(NotImplementedError, match=f"^patch: group_prompts does not support {reason}"),
-    ):
-        train(tmp_path)

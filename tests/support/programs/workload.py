@@ -82,21 +82,6 @@ class Workload:
         return tokenizer
 
 
-def as_conversations(rows: list[dict[str, str]], turns: int) -> list[dict[str, str]]:
-    """Rows as turns of conversations, in any order. A prompt begins with that of the turn before and its answer."""
-    for i, row in enumerate(rows):
-        if i % turns:
-            row["prompt"] = f"{rows[i - 1]['prompt']} {rows[i - 1]['chosen']} {row['prompt']}"
-    return random.Random(0).sample(rows, len(rows))
-
-
-class Conversations(Workload):
-    """A training on turns of conversations."""
-
-    def pairs_of_text(self) -> list[dict[str, str]]:
-        return as_conversations(super().pairs_of_text(), 3)
-
-
 TINY = Workload()
 """For tests."""
 MEASURED = Workload(

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, SequentialSampler
 
 from ....batching import MicroBatch, StepPlanner
 from ....batching.sampler import shared_among_ranks
-from ...grouped_epochs import batches_of_all_ranks
 from .learned_tokens import LearnedTokens
+from .loaders import batches_of_all_ranks
 
 _LOADER_OPTIONS = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),

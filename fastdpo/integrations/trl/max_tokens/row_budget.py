@@ -28,12 +28,12 @@ from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....packing import IGNORE_INDEX
 from ...collating import with_layout
-from ...grouped_epochs import require_supported
 from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
 from ..fused_head import FusedHeadLine
 from ..gathering import of_all_ranks
 from .learned_tokens import LearnedTokens, learning
+from .loaders import require_supported
 from .token_budget import (
     STEPS,
     own_loss_reason,

@@ -20,13 +20,12 @@ from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....models.state import SharePrompts
 from ....models.support import rope_reason
-from ... import grouped_epochs
 from ...bypass import STATE, bypass_reason, is_overridden
-from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
 from ...line import TrainerLine
 from ...replacements import temporarily
 from ..gathering import StepMetrics
 from .learned_tokens import LearnedTokens, learning, shows_progress
+from .loaders import DRAWS, require_supported, unsupported_loader_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +44,7 @@ STEPS = (
 """The functions that make steps of batches (see `TrainerLine.relies_on`)."""
 
 RELIES_ON = (
-    *(*STEPS, *grouped_epochs.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call"),
+    *(*STEPS, *DRAWS, "compute_loss", ":DataCollatorForPreference.torch_call"),
     *(f"transformers.trainer:Trainer.{name}" for name in ("floating_point_ops", "_track_num_input_tokens")),
     *(f"accelerate.data_loader:{name}" for name in ("DataLoaderShard.__iter__", "skip_first_batches")),
 )
@@ -97,7 +96,6 @@ class TokenBudget:
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
             share_prompts=share,
-            kinship=kinship_in(loader),
             op="patch",
         )
         accumulation = trainer.args.gradient_accumulation_steps

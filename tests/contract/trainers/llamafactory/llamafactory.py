@@ -143,7 +143,6 @@ HARNESSES = [
             page="llamafactory.md",
             undocumented=("logits in the loss",),
             recorded="llamafactory.train.kto.",
-            option="group_prompts",
         ),
     ),
     harness(

@@ -201,7 +201,6 @@ HARNESSES = [
             reports=REPORTS,
             page="swift.md",
             recorded="swift.rlhf_trainers.kto_trainer.",
-            option="group_prompts",
         ),
     ),
     harness(
