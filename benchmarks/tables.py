@@ -17,7 +17,6 @@ from benchmarks.cases import SUBJECT
 from benchmarks.suites.sharing import DETERMINISTIC, PAIRS_ONLY
 from benchmarks.suites.step import (
     BUDGET,
-    CACHED_REFERENCE,
     FLOOR,
     GRAPHS,
     GRAPHS_OF_COMPILED,
@@ -109,8 +108,7 @@ def mean_label(group: str, cases: list[Result]) -> str:
 
 
 STEP_NOTE = wrap(
-    "Times are medians; parentheses hold 95 % bootstrap intervals of the ratios. With a cached reference, the "
-    "reference log-probs are known from an earlier pass over the data (`reference_memory=True`). Tokens are those "
+    "Times are medians; parentheses hold 95 % bootstrap intervals of the ratios. Tokens are those "
     "that pass through a backbone in a step, including padding. Memory is the peak of each process above its loaded "
     "models. The floor is a lower bound of any step: the model's own layers on the distinct tokens, and the bare "
     "matrix products of the head (`benchmarks/sides/floor.py`)."
@@ -120,7 +118,7 @@ STEP_NOTE = wrap(
 def step_table(result: Result) -> str:
     """One row per case, then the geometric means of each group."""
     sharing_less = PAIRS_ONLY, DETERMINISTIC
-    timed = STOCK, LABELLED, SUBJECT, CACHED_REFERENCE, BUDGET, *sharing_less
+    timed = STOCK, LABELLED, SUBJECT, BUDGET, *sharing_less
     present = {name for case in result["cases"] for name in case["sides"]}
     of_peaks = {STOCK: "shipped", LABELLED: "labelled", SUBJECT: "fastdpo"}
     of_peaks = {name: label for name, label in of_peaks.items() if name in present}
@@ -284,13 +282,12 @@ def overview(results: dict[str, Result]) -> str:
         for group, cases in by_group(results[suite]["cases"] if suite in results else []).items():
             label = GROUP_LABELS.get(group, group)
             title = f"{work}, {label}" if label else work
-            for subject, name in ((SUBJECT, title), (CACHED_REFERENCE, f"{title}, cached reference")):
-                means = {other: mean_ratio(cases, other, subject) for other in (STOCK, LABELLED, FLOOR)}
-                if means[LABELLED] is None and means[STOCK] is None:
-                    continue
-                over_floor = format_mean(means[FLOOR], inverse=True) if subject == SUBJECT else ""
-                speedups = format_mean(means[LABELLED]), format_mean(means[STOCK])
-                rows.append([name, str(len(cases)), *speedups, over_floor, origins.cell(results[suite])])
+            means = {other: mean_ratio(cases, other) for other in (STOCK, LABELLED, FLOOR)}
+            if means[LABELLED] is None and means[STOCK] is None:
+                continue
+            over_floor = format_mean(means[FLOOR], inverse=True)
+            speedups = format_mean(means[LABELLED]), format_mean(means[STOCK])
+            rows.append([title, str(len(cases)), *speedups, over_floor, origins.cell(results[suite])])
     headers = ["speedup of", "datasets", f"over {LABELLED}", f"over {STOCK}", "time relative to the floor", MEASURED_ON]
     tables = [render(rows, headers)] if rows else []
     if "head" in results:

@@ -1,14 +1,11 @@
 """DPO with TRL: importing and patching fastdpo is all that is new.
 
-    python examples/trl_dpo.py --model MODEL --dataset PAIRS.jsonl
-
-Reference log-probabilities are remembered, so later epochs and evaluations do not run the
-reference.
+python examples/trl_dpo.py --model MODEL --dataset PAIRS.jsonl
 """
 
 import fastdpo
 
-print(fastdpo.patch("trl.DPOTrainer", reference_memory=True))
+print(fastdpo.patch("trl.DPOTrainer"))
 
 import argparse  # noqa: E402
 

@@ -166,8 +166,6 @@ def _run(args: argparse.Namespace) -> None:
     given = {name: x for name, x in vars(args).items() if name in options.OPTIONS}
     if "memory_budget" in given:
         given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
-    if given.get("reference_memory") == "yes":
-        given["reference_memory"] = True
     command = args.program if args.module is None else ["-m", *args.module]
     run.run(command, args.only, strict=args.strict, **given)
 

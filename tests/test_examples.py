@@ -33,7 +33,6 @@ CALLS = {
         ("trl.DPOTrainer", "policy", "fused"),
         ("trl.DPOTrainer", "eval", "fused"),
         ("trl.DPOTrainer", "reference", "fused"),
-        ("trl.DPOTrainer", "reference", "remembered"),
     },
     "trl_vision_dpo": {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")},
     "trl_online_dpo": {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")},

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fastdpo.commands.startup.sitecustomize import VARIABLE
 from tests.support.programs.run_command import run
 
 ON = "fastdpo: trl.DPOTrainer"
@@ -54,14 +53,6 @@ def test_a_module_trains_fused_and_says_what_its_options_did(script, tmp_path):
         r"max_tokens=60 \(2 steps in [34] micro-batches\)\n",
         done.stderr,
     ), done.stderr
-
-
-def test_the_directory_of_the_reference_memory(tmp_path):
-    """A relative path stays that of this process."""
-    program = tmp_path / "options.py"
-    program.write_text(f"import json, os; print(json.loads(os.environ['{VARIABLE}'])['options']['reference_memory'])")
-    done = run("--reference-memory", "cache", program)
-    assert done.stdout == f"{Path.cwd() / 'cache'}\n", done.stderr
 
 
 def test_children_are_patched(script, tmp_path):
@@ -162,12 +153,12 @@ def test_misuse_is_an_error_of_one_line(command, message):
     assert done.stderr.count("\n") == 1
 
 
-REMEMBERING = """
+TWO_EPOCHS = """
 import sys
 from pathlib import Path
 import fastdpo
 
-fastdpo.patch("trl.DPOTrainer", reference_memory=True)
+fastdpo.patch("trl.DPOTrainer", share_prompts=False)
 from tests.support.trl.dpo import build, tiny_model
 
 build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), n=8, num_train_epochs=2, max_steps=-1).train()
@@ -175,11 +166,11 @@ build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), n=8, num_train_epochs
 
 
 def test_options_of_a_program_that_patches_before_it_imports_trl(tmp_path):
-    (tmp_path / "train.py").write_text(REMEMBERING)
+    (tmp_path / "train.py").write_text(TWO_EPOCHS)
     done = run(tmp_path / "train.py", tmp_path / "out", warm=True)
     assert done.returncode == 0, done.stderr
-    assert "calls: reference fused 2, policy fused 4, reference remembered 2; " in done.stderr
-    assert "; reference_memory=True (2 reference runs avoided)\n" in done.stderr
+    assert "calls: policy fused 4, reference fused 4; " in done.stderr
+    assert "; share_prompts=False\n" in done.stderr
 
 
 PATCHING = """

@@ -101,8 +101,7 @@ class TrainerStep:
     Args:
         workload: model and lengths.
         mode: "stock", TRL as shipped; "labelled", TRL whose head scores labelled positions only, as
-            it does on CUDA; "fastdpo", patched; "cached", patched with the reference log-probs
-            known.
+            it does on CUDA; "fastdpo", patched.
         memory_budget: option of `fastdpo.patch`, in bytes.
         share_prompts: option of `fastdpo.patch`.
         groups: which rows may share a prefix (see `ForwardOptions`). Default: the trainer line's.
@@ -143,7 +142,7 @@ class TrainerStep:
         if graphs and self.LAUNCHES and not torch.cuda.is_available():
             raise Unavailable("CUDA graphs need a GPU")
         self.options = {"use_liger_kernel": liger, "torch_compile": compiled}
-        self.fused, self.graphs = mode in ("fastdpo", "cached"), graphs
+        self.fused, self.graphs = mode == "fastdpo", graphs
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
             patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
@@ -153,7 +152,7 @@ class TrainerStep:
                 patch_options["compile"] = True
             if graphs:
                 patch_options["graphs"] = True
-            fastdpo.patch(self.TRAINER, **patch_options, reference_memory=mode == "cached")
+            fastdpo.patch(self.TRAINER, **patch_options)
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL version does not select positions by `_use_triton`")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import CACHED_REFERENCE, DESCRIPTIONS, LABELLED, case_of, profiles, workload
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, case_of, profiles, workload
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     for name, profile in profiles(quick).items():
         work = workload(profile, quick)
-        modes = {LABELLED: "labelled", SUBJECT: "fastdpo", CACHED_REFERENCE: "cached"}
+        modes = {LABELLED: "labelled", SUBJECT: "fastdpo"}
         sides = tuple(
             Side(side, "benchmarks.sides.evaluation:EvaluationStep", work, {"mode": mode})
             for side, mode in modes.items()

@@ -16,7 +16,7 @@ STOCK_COMPILED = "TRL, compiled"
 STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
 LAYERS_COMPILED = "fastdpo, compiled layers"
 GRAPHS, GRAPHS_OF_COMPILED = "fastdpo, CUDA graphs", "fastdpo, CUDA graphs of compiled layers"
-CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
+UNSHARED = "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 TRAINER = "benchmarks.sides.trainer:TrainerStep"
 
@@ -33,8 +33,6 @@ DESCRIPTIONS = {
     LAYERS_COMPILED: "with `compile=True`.",
     GRAPHS: "with `graphs=True`, once all batches are replayed.",
     GRAPHS_OF_COMPILED: "with both.",
-    CACHED_REFERENCE: "with `reference_memory=True`, in an epoch after the first, so that no reference runs. It does "
-    "run on TRL's sides, where `precompute_ref_log_probs` would save it; that option is not among the sides.",
     UNSHARED: "with `share_prompts=False`.",
     BUDGET: "with a `max_tokens` of half of the distinct tokens of the batch.",
     FLOOR: "the model's own layers on the distinct tokens and the bare matrix products of the head, without softmax, "
@@ -100,7 +98,6 @@ def sides(work: Workload) -> tuple[Side, ...]:
     return (
         Side(LABELLED, TRAINER, work, {"mode": "labelled"}),
         Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
-        Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
         Side(BUDGET, "benchmarks.sides.budget:BudgetStep", work),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
@@ -122,7 +119,6 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
         Side(LAYERS_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True}),
         Side(GRAPHS, TRAINER, work, {"mode": "fastdpo", "graphs": True}),
         Side(GRAPHS_OF_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True, "graphs": True}),
-        Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
     )
 
 

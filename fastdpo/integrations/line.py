@@ -29,12 +29,11 @@ from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import ForwardOptions, Groups, MakeOutput
 from ..models.structure import Wrapping
 from ..reasons import Reason
-from ..ref_logps.memory import Memory
 from . import shortcuts, switching
 from .admission.evidence import first_difference
 from .admission.fingerprints import attribute_of, inner, name_of, package_of
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
-from .options import PatchOptions, applies
+from .options import PatchOptions
 from .replacements import Replacements
 from .scored_rows import Inputs, ScoredRows, score
 
@@ -51,7 +50,6 @@ class TrainerState:
 
     Attributes:
         name: of the line that has made it, such as "trl.DPOTrainer".
-        memory: of its reference. Disabled where the option does not apply.
         models: the models that were examined, without the wrappers of engines.
         budget: cuts the rows of its steps on this rank; None without `max_tokens`, and in lines that cut otherwise.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
@@ -64,7 +62,6 @@ class TrainerState:
     """
 
     name: str
-    memory: Memory
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     budget: Any = None
     running: Any = None
@@ -195,8 +192,7 @@ class TrainerLine:
             self.replacements.wrap(self.module(), name, getattr(self, name))
 
     def new_state(self) -> TrainerState:
-        option = self.options.reference_memory if applies("reference_memory", self.name) else False
-        return TrainerState(name=self.name, memory=Memory(option, self.name))
+        return TrainerState(name=self.name)
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Calls the `__init__` of a trainer that has a state."""

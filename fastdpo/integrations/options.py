@@ -5,13 +5,11 @@ Trainers and processes that are created later use them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from .. import checks
-from ..storage import checked_directory
 
 if TYPE_CHECKING:
     from ..models.state import SharePrompts
@@ -63,12 +61,6 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _directory(op: str, name: str, value: Any) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    return str(checked_directory(op, name, value, "be True, False or the path of a directory").resolve())
-
-
 def _option(default: object, *declared: Any) -> Any:
     return field(default=default, metadata={"option": Option(*declared)})
 
@@ -96,17 +88,6 @@ class PatchOptions:
     )
     memory_budget: int | None = _option(
         None, _bytes, {"--memory-budget": dict(metavar="SIZE", help="gradient tiles of the head to keep, such as 2GiB")}
-    )
-    reference_memory: bool | str = _option(
-        False,
-        _directory,
-        {
-            "--reference-memory": dict(
-                metavar="DIRECTORY",
-                help="remember reference log-probabilities in this directory, or in this process: yes",
-            )
-        },
-        (_DPO, "openrlhf.DPOTrainer"),
     )
     verify: bool = _option(False, _flag, {"--verify": _constant(True, "compare the first fused calls with stock ones")})
     max_tokens: int | Literal["auto"] | None = _option(
@@ -137,7 +118,6 @@ class GivenOptions(TypedDict, total=False):
 
     share_prompts: SharePrompts
     memory_budget: int | None
-    reference_memory: bool | str | os.PathLike[str]
     verify: bool
     max_tokens: int | Literal["auto"] | None
     compile: bool
@@ -165,8 +145,7 @@ def checked_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         op: the public function, for its error messages.
-        given: by name, those that were given. An integer may be one of NumPy, and the directory of
-            `reference_memory` need not exist.
+        given: by name, those that were given. An integer may be one of NumPy.
 
     Raises:
         TypeError, ValueError: an option is unknown, or has the wrong type or value.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..models.calls import calls, calls_line, outcomes
+from ..models.calls import calls_line, outcomes
 from . import patching
 from .options import OPTIONS, PatchOptions, applies
 
@@ -39,7 +39,4 @@ def _outcome(trainer: str, option: str) -> str:
     if option == "max_tokens":
         steps, parts = (outcomes[trainer, x] for x in ("steps", "micro-batches"))
         return f" ({steps} steps in {parts} micro-batches)"
-    if option == "reference_memory":
-        avoided = sum(n for (name, _, path), n in calls.items() if (name, path) == (trainer, "remembered"))
-        return f" ({avoided} reference runs avoided)"
     return ""

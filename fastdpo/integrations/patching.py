@@ -148,13 +148,6 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             only where nothing is drawn.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward, an integer
             or None for the default of `ops.linear_logps`.
-        reference_memory: remember the reference's log-probabilities of each pair when they are
-            first computed, so that later epochs, and evaluations after the first, do not run the
-            reference. With the path of a directory, later processes remember them, too.
-            Applies to the DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is
-            patched. Disabled, with a logged reason, where the reference is trained or random, where
-            ranks run it together without agreement, and where rotary embeddings depend on the width
-            of a batch.
         verify: compare the first fused calls of each model of a trainer with stock ones, and raise
             `VerificationError` if they differ by more than rounding explains, before any weight is
             changed. Costs two more forward and backward passes, once. The training ends in the same

@@ -47,12 +47,6 @@ def unsupported_reason(model: nn.Module) -> Reason | None:
     return None
 
 
-def active_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the model would use now, which excludes those of inactive adapters."""
-    is_inactive = inactive_names(model)
-    return [x for name, x in model.named_parameters() if not is_inactive(unwrapped(name))]
-
-
 def active_adapters(model: nn.Module) -> dict[str, object]:
     """The configurations of the active adapters by their names."""
     active: set[str] = set().union(*(_active(module) for _, module in adapter_modules(model)))

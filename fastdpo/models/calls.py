@@ -20,8 +20,7 @@ The path is one of
 - "padded": the batch was scored by the fused head, but not packed. This happens where several ranks
   run one sharded model together, so that a rank that cannot pack must run the same modules;
 - "stock": the trainer's own path;
-- "replayed": the batch was packed, as it was counted before, and its backbone was a CUDA graph;
-- "remembered": the reference memory had the log-probabilities, and no model ran.
+- "replayed": the batch was packed, as it was counted before, and its backbone was a CUDA graph.
 """
 
 _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
@@ -29,8 +28,7 @@ _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", def
 
 tokens: Counter[tuple[str, str]] = Counter()
 """Number of tokens by (integration, "given", "unshared" or "computed"): those of the padded batches that models
-were called with, or would have been without the reference memory, those that the models would have run on if rows
-shared none, and those that they ran on.
+were called with, those that the models would have run on if rows shared none, and those that they ran on.
 """
 
 
@@ -66,12 +64,10 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
     paths: Counter[str] = Counter()
     for (_, path), n in counts.items():
         paths[path] += n
-    avoided, replayed = paths.pop("remembered", 0), paths.pop("replayed", 0)
-    savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
+    replayed = paths.pop("replayed", 0)
+    savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"]
     if replayed:
         savings.append(f"{replayed} replayed")
-    if avoided:
-        savings.append(f"{avoided} reference runs avoided")
     given, unshared, computed = (tokens_since[integration, x] for x in ("given", "unshared", "computed"))
     if given:
         without = f" ({unshared / given:.0%} without sharing)" if unshared > computed else ""

@@ -1,9 +1,8 @@
 """Identities of a model: its modules, their classes, tensors, hooks, replaced forwards and attributes, and its
 configuration.
 
-What is known of a model holds as long as its identity stays the same. The probe's result for a model, and
-log-probabilities remembered from it, hold for all of its identities with the same hash, which leaves out what they do
-not depend on, such as modes and the values of tensors.
+What is known of a model holds as long as its identity stays the same. The probe's result for a model holds for all of
+its identities with the same hash, which leaves out what it does not depend on, such as modes and the values of tensors.
 
 Each call compares the model with its latest identities, in a few loops that run in C, and looks at nothing else that
 could be out of date: writes to `vars(module)`, `module._modules` and `module._parameters` are seen as well as those by

@@ -2,14 +2,12 @@
 their contents.
 
     <cache directory>/<key>/<random name>.safetensors
-        chosen    [n]  sums of log-probabilities in nats, finite
-        rejected  [n]
+        rows      int64 [n]    indices of rows of the dataset, each once
+        chosen    float32 [n]  sums of log-probabilities in nats, finite
+        rejected  float32 [n]
         metadata  key, and digest: the SHA-256 of the bytes of all tensors
 
-`precompute` stores float32 values by row: `rows`, int64 [n], are indices of rows of the dataset, each
-once. Its key depends on the dataset, so a run reads the values of its own rows alone. The reference memory,
-which does not know the dataset, stores float64 values by content: `high` and `low`, int64 [n], are the halves of
-the digest of each pair.
+The key depends on the dataset, so a run reads the values of its own rows alone.
 
 A file has a random name and one writer, and is never changed. If two files hold the same row, which
 can happen after two runs of the same computation, the first by name counts.
@@ -23,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -33,9 +30,8 @@ from .. import storage
 from ..storage import invalid_file
 
 MISSING = -torch.inf
-BY_ROW = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
-BY_CONTENT = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
-"""The tensors of the two kinds of files, in safetensors' names of dtypes."""
+DTYPES = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
+"""The tensors of a file, in safetensors' names of dtypes."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +69,10 @@ class Shards:
                 continue  # merged into another file meanwhile
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Stores the values [n, 2] of these rows [n] in a new file."""
+        """Stores the values [n, 2] of these rows [n] in a new file. Raises OSError if that fails."""
         tensors = {"rows": rows.long(), "chosen": values[:, 0].contiguous(), "rejected": values[:, 1].contiguous()}
-        write_file(self.directory, self.key, tensors)
+        metadata = {"key": self.key, "digest": digest_of(tensors)}
+        storage.write(self.directory, safetensors.torch.save(tensors, metadata))
 
     def merge(self, values: Tensor) -> None:
         """Replaces several files by one with all rows.
@@ -93,7 +90,7 @@ class Shards:
                     path.unlink(missing_ok=True)
 
     def _load(self, path: Path) -> tuple[Tensor, Tensor]:
-        rows, chosen, rejected = read_file(path, self.key, BY_ROW).values()
+        rows, chosen, rejected = _read_file(path, self.key).values()
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
             raise invalid_file(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
@@ -103,37 +100,8 @@ class Shards:
         return rows, torch.stack([chosen, rejected], 1)
 
 
-def write_by_content(directory: Path, key: str, values: dict[bytes, tuple[float, float]]) -> None:
-    """Stores values by the digests of pairs, 16 bytes each, in a new file."""
-    halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
-    numbers = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
-    columns = (*halves.unbind(1), *numbers.unbind(1))
-    write_file(directory, key, {name: x.contiguous() for name, x in zip(BY_CONTENT, columns, strict=True)})
-
-
-def read_by_content(directory: Path, key: str) -> dict[bytes, tuple[float, float]]:
-    """The values in all files. Raises ValueError if `write_by_content` has not written one of them for this key."""
-    values: dict[bytes, tuple[float, float]] = {}
-    for path in storage.files(directory):
-        high, low, chosen, rejected = read_file(path, key, BY_CONTENT).values()
-        digests = torch.stack([high, low], 1).numpy()
-        numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
-        values.update((digest.tobytes(), pair) for digest, pair in zip(digests, numbers, strict=True))
-    return values
-
-
-def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """Writes a new file with a random name, atomically. Raises OSError if that fails."""
-    storage.write(directory, safetensors.torch.save(tensors, {"key": key, "digest": digest_of(tensors)}))
-
-
-def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]:
-    """Reads the tensors [n] of a file that `write_file` has written for this key.
-
-    Args:
-        path: of the file.
-        key: that the file must have.
-        dtypes: of its tensors, by their names.
+def _read_file(path: Path, key: str) -> dict[str, Tensor]:
+    """Reads the tensors [n] of a file that was written for this key.
 
     Raises:
         ValueError: the file was not written so, cannot be read, or has a value that is not finite.
@@ -150,10 +118,10 @@ def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]
         raise invalid_file(path, f"have the key {key}", metadata.get("key"))
     actual = {name: entry["dtype"] for name, entry in header.items()}
     shapes = {tuple(entry["shape"]) for entry in header.values()}
-    if actual != dtypes or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-        rule = f"hold {dtypes}, all of one length"
+    if actual != DTYPES or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        rule = f"hold {DTYPES}, all of one length"
         raise invalid_file(path, rule, f"{actual} of shapes {sorted(shapes)}")
-    tensors = {name: tensors[name] for name in dtypes}
+    tensors = {name: tensors[name] for name in DTYPES}
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
     if not finite.all():
         raise invalid_file(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")

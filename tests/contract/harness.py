@@ -38,7 +38,6 @@ class Newer(NamedTuple):
         page: the page of the documentation that shows the reports.
         undocumented: copies whose reports it does not show.
         recorded: prefix of functions that are among those recorded for the installed version.
-        option: an option of `patch` that relies on functions of the package, if there is one.
     """
 
     version: str
@@ -47,7 +46,6 @@ class Newer(NamedTuple):
     page: str
     recorded: str
     undocumented: tuple[str, ...] = ()
-    option: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

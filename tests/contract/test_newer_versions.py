@@ -6,7 +6,6 @@ import pytest
 
 from tests.contract.harness import Case, each, harnesses
 from tests.support.copies import (
-    assert_changes_are_noticed,
     assert_documented,
     assert_recorded,
     assert_reported_and_trained,
@@ -41,8 +40,3 @@ def test_the_reports_are_documented(harness):
 @each(lambda harness: harness.newer)
 def test_the_fingerprints_are_those_of_the_installed_version(harness):
     assert_recorded(harness.newer.recorded)
-
-
-@each(lambda harness: harness.newer and harness.newer.option)
-def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(harness, monkeypatch):
-    assert_changes_are_noticed(monkeypatch, harness.name, harness.newer.option)

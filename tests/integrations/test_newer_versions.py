@@ -187,11 +187,10 @@ def test_a_changed_function_that_is_replaced_is_a_reason(changed, trainer):
     assert seam.reason.name == "changed-code"
 
 
-@pytest.mark.parametrize("option", [dict(reference_memory=True), dict(max_tokens=500)], ids=str)
-def test_options_that_rely_on_a_changed_function_are_refused(changed, option):
+def test_an_option_that_relies_on_a_changed_function_is_refused(changed):
     changed("_compute_loss")
-    with pytest.raises(fastdpo.PatchError, match=rf"_compute_loss, on which {next(iter(option))} relies"):
-        fastdpo.patch("trl.DPOTrainer", **option)
+    with pytest.raises(fastdpo.PatchError, match="_compute_loss, on which max_tokens relies"):
+        fastdpo.patch("trl.DPOTrainer", max_tokens=500)
     assert fastdpo.patch("trl.DPOTrainer").seams[0].on
 
 

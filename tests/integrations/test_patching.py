@@ -60,18 +60,6 @@ def test_patch_returns_a_report_and_logs_it_in_one_line(caplog):
     assert [record.message for record in caplog.records] == [str(report)]
 
 
-def test_trainers_that_remember_no_reference_are_named(caplog):
-    with caplog.at_level(logging.INFO, logger="fastdpo"):
-        fastdpo.patch("trl.DPOTrainer", reference_memory=True)
-        assert len(caplog.records) == 1
-        fastdpo.patch(reference_memory=True)
-        assert caplog.records[-1].levelno == logging.INFO
-        for level in (logging.WARNING, logging.INFO):  # said once
-            fastdpo.patch("trl.OnlineDPOTrainer", "trl.KTOTrainer", reference_memory=True)
-            message = "fastdpo: reference_memory does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
-            assert (caplog.records[-1].levelno, caplog.records[-1].message) == (level, message)
-
-
 def test_trainers_without_a_token_budget_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch(max_tokens=8192)

@@ -1,7 +1,6 @@
 """What several trainer lines share where rotary embeddings depend on the width of a batch.
 
-The reference memory of TRL before 1.15 and of OpenRLHF is `Memory`, as that of TRL's DPOTrainer. The KTO
-trainers of ms-swift and LLaMA-Factory ask `equal_when_merged` before one call replaces two, as TRL's does.
+The KTO trainers of ms-swift and LLaMA-Factory ask `equal_when_merged` before one call replaces two, as TRL's does.
 """
 
 import pytest
@@ -10,25 +9,12 @@ import torch
 from fastdpo.integrations.scored_rows import equal_when_merged
 from fastdpo.models import forward
 from fastdpo.models.state import ForwardOptions
-from fastdpo.ref_logps.memory import Memory
 from tests.support.models.families import tiny_family
 
 LIMITS = {"phi3-longrope": 16, "llama-dynamic": 15}
 """The largest width up to which the frequencies of each model are the same."""
 
 each_model = pytest.mark.parametrize("name", LIMITS)
-
-
-@each_model
-def test_a_wide_batch_disables_a_reference_memory(name, caplog):
-    model, limit = tiny_family(name), LIMITS[name]
-    memory = Memory(True, "a trainer")
-    memory.start(None, key=str)
-    memory.check(model, limit)
-    assert memory.enabled
-    memory.check(model, limit + 1)
-    assert not memory.enabled
-    assert "[rope-width]" in caplog.text
 
 
 @each_model

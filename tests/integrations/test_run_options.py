@@ -47,7 +47,7 @@ def options() -> dict:
     ("command", "program", "both"),
     [
         (NOTHING, NOTHING, NOTHING),
-        (NOTHING, dict(reference_memory=True), dict(reference_memory=True)),
+        (NOTHING, dict(verify=True), dict(verify=True)),
         (dict(max_tokens=500), NOTHING, dict(max_tokens=500)),
         (dict(max_tokens=500), dict(verify=True), dict(max_tokens=500, verify=True)),
         (dict(max_tokens=500), dict(max_tokens=500), dict(max_tokens=500)),

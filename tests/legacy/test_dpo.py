@@ -126,9 +126,9 @@ def test_subclass(both, trainer_class):
 
 
 def test_options_of_later_versions_are_named(caplog):
-    with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+    with fastdpo.patched("trl.DPOTrainer", max_tokens=500):
         pass
-    assert "fastdpo: trl.DPOTrainer: reference_memory requires TRL 0.29 or later" in caplog.messages
+    assert "fastdpo: trl.DPOTrainer: max_tokens requires TRL 1.8 or later" in caplog.messages
 
 
 class DecidesByMetrics(DPOTrainer):

@@ -6,7 +6,6 @@ See `tests.support.trl.line` for a description of each name.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import openrlhf_runs
 import torch
@@ -29,23 +28,10 @@ def models(directory: Path) -> tuple[PreTrainedModel, ...]:
     return tuple(model.float() for model in loaded)
 
 
-def train(directory: Path, memory: Any = False, **options) -> Run:
+def train(directory: Path, **options) -> Run:
     directory.mkdir(exist_ok=True)
-    with fastdpo.patched(reference_memory=memory):
+    with fastdpo.patched():
         return openrlhf_runs.train(*_paths(directory), Strategy(packing_samples=True), **options)
-
-
-def train_with_known_reference(directory: Path) -> Run:
-    """A patched training with stored reference log-probabilities.
-
-    It checks the counters of calls: a hook that raises when the reference runs would disable
-    `reference_memory`.
-    """
-    memory = directory / "memory"
-    train(directory, memory)
-    run = train(directory, memory)
-    assert {path for kind, path in run.calls if kind == "reference"} == {"remembered"}, "the reference ran"
-    return run
 
 
 def rows() -> dict[tuple[int, ...], int]:

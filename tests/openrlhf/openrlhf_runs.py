@@ -270,11 +270,10 @@ def train_rewards(
     return Run(trainer, fastdpo.calls - before)
 
 
-def run_two_ranks(directory: Path, stage: int, epochs: int = 1) -> list[dict]:
+def run_two_ranks(directory: Path, stage: int) -> list[dict]:
     """Runs `zero_worker.py` on two ranks and returns the result of each.
 
-    Rank r trains on `rows(12, seed=r)`. With several epochs, the patched training remembers its
-    reference.
+    Rank r trains on `rows(12, seed=r)`.
     """
     for seed in range(2):
         checkpoint(directory, seed=seed)
@@ -284,7 +283,7 @@ def run_two_ranks(directory: Path, stage: int, epochs: int = 1) -> list[dict]:
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     done = run_launcher(
-        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory), str(epochs)],
+        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
         seconds=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )

@@ -1,4 +1,4 @@
-"""OpenRLHF's DPOTrainer: its labels, its attention, sharded models, and remembered references."""
+"""OpenRLHF's DPOTrainer: its labels, its attention and sharded models."""
 
 import logging
 import os
@@ -115,43 +115,6 @@ def test_models_sharded_over_ranks_fall_back_to_stock(tmp_path, monkeypatch, cap
         patched = train(*paths, Strategy())
     assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
     assert reason in caplog.text
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
-def test_reference_memory(tmp_path, packing):
-    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
-    options = dict(epochs=3, evaluate=6)
-    stock = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
-    for n, memory in enumerate((True, tmp_path / "memory", tmp_path / "memory")):
-        with fastdpo.patched("openrlhf", reference_memory=memory):
-            patched = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
-        assert_same(stock, patched)
-        # The batches of an epoch and of an evaluation; the last run loads them from the directory.
-        computed = 3 + 2 if n < 2 else 0
-        assert patched.calls["reference", "fused"] == computed
-        assert patched.calls["reference", "remembered"] == 3 * (3 + 2) - computed
-
-
-class ChangesReference(Recorded):
-    """Changes the reference's weights after the second epoch."""
-
-    def evaluate(self, eval_dataloader, steps=0):
-        super().evaluate(eval_dataloader, steps)
-        self.evaluations = vars(self).get("evaluations", 0) + 1
-        if self.evaluations == 2:
-            for weight in self.ref_model.parameters():
-                weight.data.mul_(1.01)
-
-
-def test_a_changed_reference_clears_the_memory(tmp_path, caplog):
-    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
-    options = dict(epochs=4, evaluate=6, trainer_class=ChangesReference)
-    stock = train(*paths, Strategy(), **options)
-    with fastdpo.patched("openrlhf", reference_memory=True):
-        patched = train(*paths, Strategy(), **options)
-    assert_same(stock, patched)
-    assert "the reference has changed; reference_memory is cleared" in caplog.text
-    assert patched.calls["reference", "fused"] == patched.calls["reference", "remembered"] == 2 * (3 + 2)
 
 
 class DoublesLogps(Recorded):

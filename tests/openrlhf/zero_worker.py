@@ -1,8 +1,8 @@
 """One rank of a training under DeepSpeed's ZeRO. Usage, under torchrun:
-`zero_worker.py STAGE OUT EPOCHS`.
+`zero_worker.py STAGE OUT`.
 
-Trains stock, then patched, from the same initial weights. With several epochs, patched remembers the
-reference. Writes the logs, the final weights and the counters of both.
+Trains stock, then patched, from the same initial weights. Writes the logs, the final weights
+and the counters of both.
 """
 
 import functools
@@ -77,7 +77,7 @@ def train_rewards(out: Path, stage: int) -> dict:
 
 
 def main() -> None:
-    stage, out, epochs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    stage, out = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     # Use the collectives of gloo, which need no compilation.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -89,7 +89,7 @@ def main() -> None:
     results = {}
     for name in ("stock", "patched"):
         if name == "patched":
-            fastdpo.patch("openrlhf", reference_memory=epochs > 1)
+            fastdpo.patch("openrlhf")
         before = Counter(fastdpo.calls)
         torch.manual_seed(0)
         models = [actor(out / f"llama{seed}", packing_samples=False) for seed in range(2)]
@@ -97,8 +97,7 @@ def main() -> None:
         models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
         strategy = ZeroStrategy()
         data = loader(strategy, rows(12, seed=rank))
-        options = dict(beta=0.1, max_epochs=epochs)
-        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler(), **options)
+        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler(), beta=0.1, max_epochs=1)
 
         dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
         trainer.fit(strategy.args)
@@ -106,8 +105,7 @@ def main() -> None:
         weights = weights_of(models[0].model.module)
         calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
         results[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
-        if epochs == 1:
-            results[name]["rewards"] = train_rewards(out, stage)
+        results[name]["rewards"] = train_rewards(out, stage)
     results["collectives"] = dict(collectives)
     torch.save(results, out / f"rank{rank}.pt")
     dist.barrier()

@@ -22,8 +22,6 @@ from rank_reasons import AGREED, AROUND_CALLS, add_images, change_each_call, cha
 from rank_trainers import (
     BecomesStrict,
     ChangesModel,
-    ChangesShard,
-    Forgets,
     LastRaises,
     MainLogs,
     MainReads,
@@ -73,10 +71,8 @@ class Case:
         tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
         in_two_halves: whether each half of the ranks does so, and FSDP2 shards what they have.
         ranks: the number of ranks if the case needs one.
-        kinds: any of "stock", "patched", "again" and "sabotaged". Again is patched. Sabotaged is
-            patched, with one label removed on the last rank.
+        kinds: any of "stock", "patched" and "sabotaged". Sabotaged is patched, with one label removed on the last rank.
         patch: options of `fastdpo.patch`.
-        in_directory: whether the reference memory is kept in a directory that all kinds share.
         change: applied to the second batch of each rank selected by `changed_on`.
         prepare: applied to policy and reference on each rank selected by `changed_on`.
         changed_on: a predicate of the rank and the number of ranks.
@@ -94,7 +90,6 @@ class Case:
     ranks: int | None = None
     kinds: tuple[str, ...] = ("stock", "patched")
     patch: dict[str, Any] = field(default_factory=dict)
-    in_directory: bool = False
     change: Callable[[dict[str, Tensor]], None] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
@@ -269,7 +264,6 @@ WHOLE_STEPS = dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)
 
 PRECOMPUTED = dict(precompute_ref_log_probs=True, evaluate=0)
 
-TWO_EPOCHS = dict(num_train_epochs=2, eval_strategy="epoch")
 
 FEW_STEPS = dict(gradient_accumulation_steps=1, max_steps=2)
 
@@ -314,7 +308,6 @@ def in_one_process(ranks: int) -> Case:
 
 
 SABOTAGED = dict(kinds=("stock", "patched", "sabotaged"))
-TWICE = dict(kinds=("stock", "patched", "again"), in_directory=True)
 PATCHED = dict(kinds=("patched",))
 
 BUDGET = dict(patch=dict(max_tokens=45))
@@ -324,7 +317,6 @@ LEARNED = dict(patch=dict(max_tokens="auto"), prepare=plant_memory)
 COMPILED = dict(patch=dict(compile=True), prepare=compile_eagerly)
 GRAPHS = dict(patch=dict(graphs=True), prepare=record_graphs)
 VERIFIED = dict(patch=dict(verify=True))
-REMEMBERED = dict(options=TWO_EPOCHS, patch=dict(reference_memory=True))
 
 REWARD = dict(make_model=reward_model, trainer="Reward")
 SFT = dict(data=rows_of_sft, trainer="SFT")
@@ -392,12 +384,6 @@ CASES = {
     **on("fsdp2 zero2 zero3", "GRPO token budget", **GRPO, **BUDGET),
     **on("ddp fsdp2", "learned tokens", dict(num_train_epochs=3, evaluate=0), **LEARNED),
     **on("ddp", "learned tokens of rows", dict(num_train_epochs=3, evaluate=0), **SFT, **LEARNED),
-    # A reference whose results are kept
-    **on("fsdp2 zero2 zero3", "remembered", **REMEMBERED),
-    **on("fsdp2 zero2 zero3", "remembered lora", lora=True, **REMEMBERED),
-    **on("fsdp2 zero3", "forgotten on the last rank", trainer_class=with_callback(Forgets), **REMEMBERED),
-    **on("fsdp2 zero3", "changed on the last rank", trainer_class=with_callback(ChangesShard), **REMEMBERED),
-    **on("ddp fsdp2 zero3", "remembered in a directory", **TWICE),
     # Gradients that are verified
     **on("ddp fsdp2 zero2 zero3", "verified", **VERIFIED),
     **on(
@@ -424,8 +410,6 @@ CASES = {
     "tensor parallel tied": Case(model=SIX_HEADS | TIED, tensor_parallel=True),
     "tensor parallel checkpointing": Case(CHECKPOINTED, **TENSOR_PARALLEL),
     "tensor parallel lora": Case(lora=True, **TENSOR_PARALLEL),
-    "tensor parallel remembered": Case(**REMEMBERED, **TENSOR_PARALLEL),
-    "tensor parallel remembered in a directory": Case(**TWICE, **TENSOR_PARALLEL),
     "tensor parallel holes": Case(change=make_a_hole, **TENSOR_PARALLEL),
     "tensor parallel head-hooks on the first rank": Case(
         FEW_STEPS, prepare=AGREED["head-hooks"], changed_on=on_first, **TENSOR_PARALLEL

@@ -12,8 +12,6 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.bypass import STATE
-from fastdpo.models.sharding import local_shard
 from tests.support.workers.collectives import COLLECTIVES
 
 
@@ -50,30 +48,6 @@ class MainReads(TrainerCallback):
                 value = float(values[-1])
                 if not -1e3 < value < 1e4:
                     raise AssertionError(f"{name} must be between -1e3 and 1e4; got {value}")
-
-
-class Forgets(TrainerCallback):
-    """Empties the reference memory of the last rank after the first epoch."""
-
-    def __init__(self, trainer: DPOTrainer):
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if state.epoch and STATE in vars(self.trainer) and dist.get_rank() == dist.get_world_size() - 1:
-            vars(self.trainer)[STATE].memory._values.clear()
-
-
-class ChangesShard(TrainerCallback):
-    """Changes the last rank's shards of the reference's first layer after the first epoch."""
-
-    def __init__(self, trainer: DPOTrainer):
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if state.epoch and dist.get_rank() == dist.get_world_size() - 1:
-            for name, x in self.trainer.ref_model.named_parameters():
-                if ".layers.0." in name:
-                    local_shard(x).detach().mul_(1.5)
 
 
 class ChangesModel(TrainerCallback):

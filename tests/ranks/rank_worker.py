@@ -136,8 +136,6 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
     torch.manual_seed(0)  # adapters
     messages = recorded_messages()
-    memory = directory.parent / "memory"
-    patch = case.patch | (dict(reference_memory=memory) if case.in_directory else {})
     task_type = TaskType.SEQ_CLS if case.trainer == "Reward" else None
     peft_config = adapter(task_type=task_type)["peft_config"] if case.lora else None
     options |= dict(peft_config=peft_config, data=case.data(directory, kind))
@@ -145,7 +143,7 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         options["reference"] = reference
     if case.trainer == "DPO":
         options |= dict(trainer_class=case.trainer_class, data_collator=collator(case, kind))
-    with nullcontext() if kind == "stock" else fastdpo.patched(f"trl.{case.trainer}Trainer", **patch):
+    with nullcontext() if kind == "stock" else fastdpo.patched(f"trl.{case.trainer}Trainer", **case.patch):
         done = train_with(directory / f"rank{RANK}", model, **options)
     done.gradients = [{name: whole(x) for name, x in step.items()} for step in done.gradients]
     named = dict(model.named_parameters())
@@ -154,8 +152,7 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
         dist.barrier()
         weights = {name: whole(x) for name, x in named.items()}
-    keys = sorted(path.name for path in memory.glob("*"))
-    return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages, "keys": keys}
+    return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages}
 
 
 def recorded_messages() -> list[str]:

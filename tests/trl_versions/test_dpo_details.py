@@ -13,14 +13,10 @@ import fastdpo
 from fastdpo.integrations.scored_rows import ScoredRows
 from tests.support.comparison import approximately, assert_trained_alike
 from tests.support.trl.dpo import (
-    adapter,
     assert_same_bits,
     build,
-    long_pairs,
-    pairs,
     run_two_ranks,
     tiny_model,
-    train,
 )
 
 
@@ -32,27 +28,6 @@ def test_an_unsupported_model_falls_back_to_stock(both, caplog):
         same=assert_same_bits,
     )
     assert "not fused" in caplog.text
-
-
-@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "adapter"])
-def test_a_remembered_reference(both, options):
-    epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, max_length=12)
-    assert_trained_alike(
-        both(reference_memory=True, **epochs, **options),
-        {("policy", "fused"): 6, ("reference", "fused"): 2, ("reference", "remembered"): 4},
-    )
-
-
-def test_values_stored_with_another_truncation_are_not_used(tmp_path):
-    counts = []
-    for max_length in (12, 9, 12):
-        with fastdpo.patched("trl.DPOTrainer", reference_memory=tmp_path / "memory"):
-            options = dict(data=long_pairs(), max_steps=2, max_length=max_length)
-            run = train(tmp_path / f"{len(counts)}", tiny_model(), tiny_model(seed=1), **options)
-        counts.append(run.calls["reference", "fused"])
-    assert counts[0] == 2
-    assert counts[1] > 0
-    assert counts[2] == 0
 
 
 class OwnLoss(DPOTrainer):

@@ -80,7 +80,7 @@ def verdicts(stock: Run, fastdpo: Run, other: Run, exact: bool) -> list[Verdict]
 
 def _fused(fastdpo: Run) -> Verdict:
     calls = fastdpo["calls"]
-    stock = {name: n for name, n in calls.items() if not name.endswith((" fused", " remembered"))}
+    stock = {name: n for name, n in calls.items() if not name.endswith(" fused")}
     if calls and not stock:
         return Verdict("every call is fused", None, None, None, OK)
     detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])

@@ -25,7 +25,6 @@ from . import precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .max_tokens.token_budget import RELIES_ON, TokenBudget
-from .memory import serving
 
 DPOTrainer = Any  # of one of several versions
 
@@ -92,7 +91,6 @@ class RewrittenDPOLine(TrainerLine):
         source = inputs.get("completion_mask") if all(map(state.wrapping.passes_arguments_on, models)) else None
         with (
             labels_from(source, inputs["input_ids"]),
-            serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
             of_all_ranks(trainer.accelerator, state.gather) if several else nullcontext(),
             self.scoring(trainer, inputs, return_outputs),
         ):

@@ -37,8 +37,6 @@ _PARAMETERS = {
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
 }
-_SINCE = {"max_tokens": "1.8", "reference_memory": "0.29"}
-"""The versions of TRL from which on options apply."""
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
 
@@ -60,9 +58,8 @@ class LegacyDPOLine(TrainerLine):
         return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
 
     def replace(self) -> None:
-        for option, version in _SINCE.items():
-            if getattr(self.options, option):
-                warn(f"{self.name}: {option} requires TRL {version} or later")
+        if self.options.max_tokens:
+            warn(f"{self.name}: max_tokens requires TRL 1.8 or later")
         super().replace()
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:

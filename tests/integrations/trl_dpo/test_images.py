@@ -9,7 +9,6 @@ import pytest
 import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
-from fastdpo.integrations.trl import memory as trl_memory
 from fastdpo.models import images, islands, sharding
 from fastdpo.models.examine import probe
 from fastdpo.models.parts import language_model
@@ -174,27 +173,6 @@ def test_dropout(both, shared, sharing):
     _, patched = both("smolvlm", disable_dropout=False, share_prompts=sharing, **adapter(lora_dropout=0.1))
     assert_fused(patched, policy=2, reference=2)
     assert shared == [sharing is True] * 4, "the reference is the policy without its adapter, in its mode"
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3", "llava", "gemma3", "gemma4"])
-def test_the_reference_is_remembered_by_tokens_and_images(both, name):
-    """Two epochs of 8 pairs. The last pairs have the tokens of others, and other images."""
-    assert_trained_alike(
-        both(name, reference_memory=True, max_steps=4, num_train_epochs=2, twins=True),
-        {("policy", "fused"): 4, ("reference", "fused"): 2, ("reference", "remembered"): 2},
-    )
-
-
-def test_a_memory_by_tokens_alone_is_detected(both, monkeypatch):
-    monkeypatch.setattr(trl_memory, "digests_of_rows", lambda model, batch: [b""] * len(batch["input_ids"]))
-    stock, patched = both("qwen3_vl", reference_memory=True, max_steps=2, twins=True)
-    assert patched.calls == {("policy", "fused"): 2, ("reference", "fused"): 1, ("reference", "remembered"): 1}
-    assert_far_from_same(stock, patched, stock.in_float64)
-
-
-def test_the_memory_is_disabled_where_images_have_no_owner(both, caplog):
-    assert_trained_alike(both("llava_next", reference_memory=True), policy=2, reference=2)
-    assert "it cannot be told which images belong to which pair, from image_sizes, pixel_values" in caplog.text
 
 
 def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):

@@ -45,12 +45,6 @@ def test_router_loss(both):
     assert "aux_loss" in patched.logs[0]
 
 
-def test_reference_is_remembered(both):
-    stock, patched = both("qwen3_vl", max_steps=8, reference_memory=True)  # two epochs
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "fused"): 8, ("reference", "fused"): 4, ("reference", "remembered"): 4}
-
-
 def test_reference_is_precomputed(both):
     stock, patched = both("gemma3", max_steps=2, precompute_ref_log_probs=True)
     assert_same(stock, patched)

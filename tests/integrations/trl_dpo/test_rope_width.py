@@ -87,33 +87,6 @@ def test_max_tokens_of_short_rows(tmp_path, name):
 
 
 @both_sides
-def test_reference_memory_is_disabled_by_a_wide_batch(tmp_path, caplog, name):
-    run = against_stock(tmp_path, name, dict(reference_memory=True))
-    assert {path for kind_of_call, path in run.calls if kind_of_call == "policy"} == {"fused"}
-    reasons = [record.message for record in caplog.records if "reference_memory is disabled" in record.message]
-    assert len(reasons) == 1
-    assert f"width of batches of more than {LIMITS[name]} tokens [rope-width]" in reasons[0]
-    assert "the reference has changed" not in caplog.text
-
-
-@both_sides
-def test_reference_memory_in_a_directory(tmp_path, name):
-    """The second training has the pairs in other batches than the first."""
-    memory = dict(reference_memory=tmp_path / "memory")
-    patched(tmp_path / "first", name, memory, data_seed=1, train_sampling_strategy="sequential")
-    run = against_stock(tmp_path, name, memory)
-    assert ("reference", "fused") in run.calls
-
-
-@both_sides
-def test_reference_memory_of_narrow_batches(tmp_path, caplog, name):
-    run = against_stock(tmp_path, name, dict(reference_memory=True), data=long_pairs(NARROW))
-    assert run.calls["reference", "fused"] == 4
-    assert run.calls["reference", "remembered"] == 8
-    assert "disabled" not in caplog.text
-
-
-@both_sides
 @pytest.mark.parametrize("batch_size", [2, 3])
 def test_trls_own_pass_precomputes(tmp_path, caplog, name, batch_size):
     options = dict(precompute_ref_log_probs=True, precompute_ref_batch_size=batch_size, max_steps=4)

@@ -28,23 +28,21 @@ RAGGED = long_pairs() * 2  # 16 pairs: two steps in each of two epochs
 STEP = dict(per_device_train_batch_size=8, max_steps=4, data=RAGGED)
 
 
-def run(
-    directory, patched: bool, max_tokens=MAX_TOKENS, reference=True, cast=lambda model: model, memory=False, **options
-):
+def run(directory, patched: bool, max_tokens=MAX_TOKENS, reference=True, cast=lambda model: model, **options):
     """Trains stock, or with a budget of tokens."""
     models = [cast(tiny_model(seed=seed)) for seed in range(1 + reference)]
     train_once = functools.partial(train, directory, models[0], models[1] if reference else None, **options)
     if not patched:
         return train_once()
-    with fastdpo.patched("trl.DPOTrainer", max_tokens=max_tokens, reference_memory=memory):
+    with fastdpo.patched("trl.DPOTrainer", max_tokens=max_tokens):
         return train_once()
 
 
-def assert_same_as_stock(directory, expected: dict, *, max_tokens: int = MAX_TOKENS, memory=False, **options):
+def assert_same_as_stock(directory, expected: dict, *, max_tokens: int = MAX_TOKENS, **options):
     """Compares a run with a budget with one of stock, whose options are `expected`."""
     stock = run(directory / "stock", False, **expected)
     stock.in_float64 = lambda: run(directory / "float64", False, cast=double, **expected)
-    budgeted = run(directory / "budgeted", True, max_tokens, memory=memory, **options)
+    budgeted = run(directory / "budgeted", True, max_tokens, **options)
     assert_same(stock, budgeted)
     return budgeted
 
@@ -85,7 +83,6 @@ OPTIONS = {
     "adapter": (dict(STEP, **adapter()), {}),
     "truncation": (dict(STEP, max_length=12), dict(max_tokens=80)),
     "precomputed": (dict(STEP, precompute_ref_log_probs=True), {}),
-    "reference_memory": (STEP, dict(memory=True)),
     "worker_processes": (dict(STEP, dataloader_num_workers=1, max_steps=2), {}),
     "evaluation": (dict(STEP, evaluate=6, eval_strategy="steps", eval_steps=1), {}),
     "logged_later": (dict(STEP, logging_steps=3), {}),
@@ -103,7 +100,7 @@ def test_same_training(tmp_path, computed, option):
     expected, changes = OPTIONS[option]
     max_tokens = changes.get("max_tokens", MAX_TOKENS)
     budgeted = assert_same_as_stock(tmp_path, expected, **{**expected, **changes})
-    assert {path for _, path in budgeted.calls} == {"fused"} | ({"remembered"} if "memory" in changes else set())
+    assert {path for _, path in budgeted.calls} == {"fused"}
     if "evaluate" not in expected and "precompute_ref_log_probs" not in expected:
         assert max(computed) <= max_tokens
     if max_tokens == MAX_TOKENS:

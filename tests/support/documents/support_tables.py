@@ -62,9 +62,6 @@ Training continues with TRL's results: on the fused path, or on TRL's path with 
 
 {surgeries}
 
-With `reference_memory`, the reference is checked in every step. The stored log-probabilities are
-dropped when the reference is {changes}.
-
 ## Fields of `DPOConfig`, and fields of `TrainingArguments` that change a model or its calls
 
 *untouched* means that TRL reads the field before or after the model is called, in code that is the
@@ -143,7 +140,6 @@ def page() -> str:
         families=table(family_headers, family_rows()),
         failing=listed(FAILS_IN_STOCK, "and"),
         surgeries=table(["change", "fused", "reason"], surgery_rows()),
-        changes=listed(tests_of("changing_reference").CASES, "or"),
         options=table(["field", "tested by"], option_rows()),
     )
 

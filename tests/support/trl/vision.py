@@ -244,26 +244,19 @@ def train_vision(
     reference: torch.nn.Module | None,
     *,
     images: tuple[int, ...] = (1, 2, 0, 1, 1, 1, 2, 1),
-    twins: bool = False,
     evaluate: tuple[int, ...] = (),
     peft_config: Any = None,
     data_collator: Callable | None = None,
     **overrides: Any,
 ) -> Run:
-    """`trl.dpo.train` on pairs with so many images each, in order. `evaluate` are those of an evaluation.
-
-    `twins` gives the last four pairs the texts of the first four, and other images.
-    """
+    """`trl.dpo.train` on pairs with so many images each, in order. `evaluate` are those of an evaluation."""
     processor = FAMILIES[name].processor()
-    pairs = vision_pairs(name, images[:4] * 2 if twins else images)
-    if twins:
-        pairs[4:] = [{**pair, "images": other["images"]} for pair, other in zip(pairs[:4], pairs[4:], strict=True)]
     make = functools.partial(
         DPOTrainer,
         model=model,
         ref_model=reference,
         args=config(directory, train_sampling_strategy="sequential", **overrides),
-        train_dataset=Dataset.from_list(pairs),
+        train_dataset=Dataset.from_list(vision_pairs(name, images)),
         eval_dataset=Dataset.from_list(vision_pairs(name, evaluate, seed=1)) if evaluate else None,
         processing_class=processor,
         peft_config=peft_config,

@@ -18,8 +18,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 def train_rank(directory: Path, kind: str) -> None:
     """Writes the logs, fastdpo's counters and the number of collectives in each step to a file.
 
-    `kind` is "stock", "patched", "memory" (patched with `reference_memory`) or "uncut": stock with
-    an accelerate that gathers the values of all ranks at the end of an epoch.
+    `kind` is "stock", "patched" or "uncut": stock with an accelerate that gathers the values of all ranks at the end
+    of an epoch.
     """
     rank = int(os.environ["RANK"])
     counts: list[int] = [0]
@@ -40,7 +40,7 @@ def train_rank(directory: Path, kind: str) -> None:
     if kind == "uncut":
         Accelerator.gather_for_metrics = Accelerator.gather
     elif kind != "stock":
-        fastdpo.patch("trl.DPOTrainer", reference_memory=kind == "memory")
+        fastdpo.patch("trl.DPOTrainer")
     trainer = DPOTrainer(
         model=tiny_model(seed=0),
         ref_model=tiny_model(seed=1),
@@ -59,8 +59,7 @@ def train_rank(directory: Path, kind: str) -> None:
     )
     trainer.train()
     counts.append(0)
-    if kind != "memory":
-        trainer.evaluate()
+    trainer.evaluate()
     world = dist.get_world_size()
     logs = [numbers(log) for log in trainer.state.log_history]
     torch.save({"logs": logs, "calls": dict(fastdpo.calls), "counts": counts}, directory / f"rank{rank}of{world}.pt")

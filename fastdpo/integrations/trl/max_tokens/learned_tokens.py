@@ -145,7 +145,7 @@ class LearnedTokens:
         calls, tokens = counted()
         yield
         calls, tokens = counted()[0] - calls, counted()[1] - tokens
-        n = sum(n for (name, _, path), n in calls.items() if name == self._name and path != "remembered")
+        n = sum(n for (name, _, path), n in calls.items() if name == self._name)
         self.ran(tokens[self._name, "computed"] // max(n, 1))
 
     def is_learning(self) -> bool:

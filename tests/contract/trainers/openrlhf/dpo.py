@@ -128,7 +128,6 @@ HARNESSES = [
             page="openrlhf.md",
             undocumented=("another actor",),
             recorded="openrlhf.models.actor.",
-            option="reference_memory",
         ),
     )
 ]
