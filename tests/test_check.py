@@ -75,7 +75,7 @@ def command_line(monkeypatch, capsys):
 def test_the_report_in_the_documentation(command_line):
     """Its rows are those of the command, which agrees."""
     printed = command_line("--tiny")
-    assert "TRL in float64: 100%" in printed.err
+    assert "TRL, rounded otherwise: 100%" in printed.err
     (documented,) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
 
     def words(report):
@@ -90,7 +90,6 @@ def test_the_report_in_the_documentation(command_line):
 def test_a_saved_model_and_a_dataset(model, dataset):
     report = in_this_process(model, dataset, batches=3, fields=["--beta", "0.05", "--loss-type", "ipo"])
     assert not failed(report)
-    assert report.yardstick == "stock in float64"
     assert "2 batches of 4 pairs" in report.title  # there are no more
     names = [x.name for x in report.verdicts]
     assert {"loss", "log-probabilities of the reference", "metric rewards/margins", "gradients: MLP"} <= set(names)
@@ -101,21 +100,16 @@ def test_a_saved_model_and_a_dataset(model, dataset):
 
 
 OPTIONS = {
-    "adapters": (dict(lora=True), "stock in float64"),
-    "autocast": (dict(fields=["--bf16=true"]), "stock with its layers rounded otherwise"),
-    "bfloat16": (
-        dict(fields=["--model_init_kwargs", '{"dtype": "bfloat16"}']),
-        "stock with its layers rounded otherwise",
-    ),
+    "adapters": dict(lora=True),
+    "autocast": dict(fields=["--bf16=true"]),
+    "bfloat16": dict(fields=["--model_init_kwargs", '{"dtype": "bfloat16"}']),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_adapters_and_low_precision(name, model, dataset):
-    options, yardstick = OPTIONS[name]
-    report = in_this_process(model, dataset, **options)
+    report = in_this_process(model, dataset, **OPTIONS[name])
     assert not failed(report)
-    assert report.yardstick == yardstick
     groups = {x.name for x in report.verdicts if x.name.startswith("gradients")}
     assert ("gradients: adapters" in groups) == (name == "adapters")
 
@@ -153,16 +147,11 @@ def test_a_tiny_reward_model(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "yardstick"),
-    [
-        (dict(lora=True, fields=["--center_rewards_coefficient=0.1"]), "stock in float64"),
-        (dict(fields=["--bf16=true"]), "stock with its layers rounded otherwise"),
-    ],
+    "options", [dict(lora=True, fields=["--center_rewards_coefficient=0.1"]), dict(fields=["--bf16=true"])]
 )
-def test_options_of_reward_models(options, yardstick, dataset, tmp_path):
+def test_options_of_reward_models(options, dataset, tmp_path):
     report = in_this_process(write_model(tmp_path / "model", build=reward_model), dataset, **options)
     assert not failed(report)
-    assert report.yardstick == yardstick
     assert {x.name for x in report.verdicts} >= REWARDS - ({"gradients: attention"} if "lora" in options else set())
 
 
@@ -190,14 +179,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("float64", [True, False])
 @pytest.mark.parametrize("plant", WRONG)
-def test_a_wrong_op_is_named(plant, float64, dataset, tmp_path, monkeypatch):
-    """With either yardstick."""
+def test_a_wrong_op_is_named(plant, dataset, tmp_path, monkeypatch):
     tiny, expected = WRONG[plant]
     plant(monkeypatch)
-    if not float64:
-        monkeypatch.setattr(command, "FLOAT64_PARAMETERS", 0)
     report = in_this_process(write_model(tmp_path / "model", **tiny), dataset, fields=["--bf16=false"])
     found = failed(report)
     assert expected <= found

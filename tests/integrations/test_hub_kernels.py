@@ -88,8 +88,6 @@ def test_a_kernel_for_evaluation_that_depends_on_the_width_of_a_batch(directory)
 
 
 def test_a_model_with_layers_of_the_hub_is_checked(directory):
-    """Its layers have no float64, by which rounding is measured."""
     result = result_of(directory, "check")
     assert result["kernels"].keys() >= {"RMSNorm", "SwiGLUMLP"}
     assert result["ok"], result["verdicts"]
-    assert result["yardstick"] == "stock in float64"

@@ -20,11 +20,8 @@ from ...integrations import patching
 from ...integrations.lines import LINES
 from ..model_names import is_reward_model
 from . import tiny
-from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
+from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
 from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
-
-FLOAT64_PARAMETERS = 50_000_000
-"""The largest float32 model that is also run in float64."""
 
 RunSide = Callable[[Settings, str], Run]
 
@@ -34,12 +31,10 @@ class Report(NamedTuple):
 
     Attributes:
         title: the model, the batches and the versions.
-        yardstick: how the rounding of the dtype was measured.
         verdicts, costs: see `verdicts`.
     """
 
     title: str
-    yardstick: str
     verdicts: list[Verdict]
     costs: list[Cost]
     ok: bool
@@ -92,13 +87,10 @@ def check(
         _require_fields(settings)
         run = run or run_in_process
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
-        in_float32 = stock["dtype"] == "float32" and stock["autocast"] == "no"
-        exact = in_float32 and stock["parameters"] <= FLOAT64_PARAMETERS
-        other = run(settings, FLOAT64 if exact else PERTURBED)
-    found = verdicts(stock, patched, other, exact)
+        rounded = run(settings, PERTURBED)
+    found = verdicts(stock, patched, rounded)
     return Report(
         title=_title(settings, stock),
-        yardstick="stock in float64" if exact else "stock with its layers rounded otherwise",
         verdicts=found,
         costs=costs(stock, patched),
         ok=all(x.status != FAILED for x in found),
@@ -166,7 +158,7 @@ def as_text(report: Report) -> str:
     """The report for a terminal."""
     names = [x.name for x in (*report.verdicts, *report.costs)]
     width = max(map(len, names))
-    lines = [report.title, f"rounding is measured by {report.yardstick}", ""]
+    lines = [report.title, "rounding is measured by TRL with its layers rounded otherwise", ""]
     lines.append(f"{'':<7} {'relative difference':<{width}}  {'fastdpo':>8}  {'rounding':>8}  {'allowed':>8}")
     for x in report.verdicts:
         numbers = [f"{v:8.1e}" for v in (x.fastdpo, x.stock, x.allowed) if v is not None]

@@ -29,7 +29,6 @@ from ...integrations.patching import patched
 from ...integrations.replacements import callback
 from ...models import calls, forward, gradients
 from ...models.parts import backbone, base_of
-from ...testing import float64_throughout
 from .meters import PeakMemory, TokenCounter, timed
 
 if TYPE_CHECKING:
@@ -39,11 +38,10 @@ Config = Trainer = Any  # those of TRL, which is imported where it is used
 
 TRAINERS = "trl.DPOTrainer", "trl.RewardTrainer"
 """The trainer of a causal LM, and that of a reward model."""
-STOCK, PATCHED, FLOAT64, PERTURBED = "stock", "patched", "float64", "perturbed"
+STOCK, PATCHED, PERTURBED = "stock", "patched", "perturbed"
 LABELS = {
     STOCK: "TRL as shipped",
     PATCHED: "TRL with fastdpo",
-    FLOAT64: "TRL in float64",
     PERTURBED: "TRL, rounded otherwise",
 }
 """The runs, and what they are called in progress bars."""
@@ -195,10 +193,8 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         if side == PATCHED:
             stack.enter_context(patched(settings.trainer))
         before = Counter(calls.calls)
-        trainer = _trainer(settings, in_float64=side == FLOAT64)
+        trainer = _trainer(settings)
         trainer.remove_callback(PrinterCallback)
-        if side == FLOAT64:
-            stack.enter_context(float64_throughout())
         bar = stack.enter_context(tqdm(total=settings.batches, desc=LABELS[side], file=file, disable=file is None))
         recorder = _Recorder(trainer, bar, settings.rewards)
         seconds: list[float] = []
@@ -214,7 +210,6 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "model": type(policy).__name__,
             "dtype": str(dtype).removeprefix("torch."),
             "autocast": trainer.accelerator.mixed_precision,
-            "parameters": sum(p.numel() for p in policy.parameters()),
             "unit": _unit(trainer, policy),
             "pairs": settings.batch_size,
             "beta": float(getattr(trainer.args, "beta", 1.0)),
@@ -249,7 +244,7 @@ def _perturbed(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _trainer(settings: Settings, in_float64: bool) -> Trainer:
+def _trainer(settings: Settings) -> Trainer:
     from peft import LoraConfig
     from transformers import AutoModelForSequenceClassification, AutoProcessor, set_seed
     from trl.trainer import dpo_trainer, reward_trainer
@@ -259,8 +254,6 @@ def _trainer(settings: Settings, in_float64: bool) -> Trainer:
     options: dict[str, Any] = {"device_map": None, "dtype": "auto", "trust_remote_code": config.trust_remote_code}
     options |= config.model_init_kwargs or {}
     config.model_init_kwargs = None
-    if in_float64:  # few kernels have float64
-        options = {name: x for name, x in options.items() if name not in ("use_kernels", "kernel_config")}
     if settings.rewards:
         options |= {"architecture": AutoModelForSequenceClassification, "num_labels": 1}
     has_reference = not (settings.lora or settings.rewards)
@@ -268,13 +261,12 @@ def _trainer(settings: Settings, in_float64: bool) -> Trainer:
     if has_reference:
         _add_noise(models[0])
     dataset = load_preferences(Path(settings.dataset))
-    models = [_double(model) if in_float64 else model for model in models]
     set_seed(0)  # for the adapter
     kind: Any = reward_trainer.RewardTrainer if settings.rewards else dpo_trainer.DPOTrainer
     lora = LoraConfig(
         target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS" if settings.rewards else None
     )
-    trainer = kind(
+    return kind(
         model=models[0],
         **({"ref_model": models[1]} if has_reference else {}),
         args=config,
@@ -282,9 +274,6 @@ def _trainer(settings: Settings, in_float64: bool) -> Trainer:
         processing_class=AutoProcessor.from_pretrained(settings.model),
         peft_config=lora if settings.lora else None,
     )
-    if in_float64:
-        cast(torch.nn.Module, trainer.model).double()  # with its adapter
-    return trainer
 
 
 def _add_noise(model: PreTrainedModel) -> None:
@@ -293,12 +282,6 @@ def _add_noise(model: PreTrainedModel) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
             parameter.mul_(1 + NOISE * noise)
-
-
-def _double(model: PreTrainedModel) -> PreTrainedModel:
-    if getattr(model, "_can_set_experts_implementation", bool)():
-        model.set_experts_implementation("eager")  # the grouped implementation has no float64
-    return model.double()
 
 
 def main() -> None:

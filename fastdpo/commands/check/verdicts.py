@@ -1,8 +1,7 @@
 """Compares the runs of `fastdpo check`: a verdict for each quantity that they have computed.
 
-With a run in float64, a difference is that from float64: fastdpo may be as far from it as stock,
-times the factor of `accuracy.run_bound`. Without one, it is that from stock: the other difference is that between two
-runs of stock that differ in their rounding only.
+fastdpo may differ from stock by as much as two runs of stock that differ in their rounding only, times the factor of
+`accuracy.run_bound`.
 """
 
 from __future__ import annotations
@@ -67,15 +66,14 @@ def costs(stock: Run, fastdpo: Run) -> list[Cost]:
     return found
 
 
-def verdicts(stock: Run, fastdpo: Run, other: Run, exact: bool) -> list[Verdict]:
+def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Verdict]:
     """The verdict of each quantity.
 
     Args:
         stock, fastdpo: the two sides.
-        other: the yardstick: stock in float64, or rounded otherwise.
-        exact: whether it is the one in float64.
+        rounded: stock, rounded otherwise.
     """
-    return [_fused(fastdpo), *_compared(stock, fastdpo, other, exact)]
+    return [_fused(fastdpo), *_compared(stock, fastdpo, rounded)]
 
 
 def _fused(fastdpo: Run) -> Verdict:
@@ -87,40 +85,38 @@ def _fused(fastdpo: Run) -> Verdict:
     return Verdict("every call is fused", None, None, None, FAILED, detail)
 
 
-def _compared(stock: Run, fastdpo: Run, other: Run, exact: bool) -> Iterator[Verdict]:
+def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Verdict]:
     unit = stock["unit"]
-    for name in dict.fromkeys(name for run in (stock, fastdpo, other) for name in run["scores"]):
-        values = [run["scores"].get(name) for run in (stock, fastdpo, other)]
-        yield _verdict(name, *values, exact=exact, unit=unit)
+    for name in dict.fromkeys(name for run in (stock, fastdpo, rounded) for name in run["scores"]):
+        values = [run["scores"].get(name) for run in (stock, fastdpo, rounded)]
+        yield _verdict(name, *values, unit=unit)
     names = dict.fromkeys(name for log in stock["logs"] for name in log)
     for name in sorted(names, key=lambda name: (name != "loss", name)):
-        values = [_column(run, name) for run in (stock, fastdpo, other)]
+        values = [_column(run, name) for run in (stock, fastdpo, rounded)]
         label = name if name == "loss" else f"metric {name}"
         floor = _count(stock, name) if name in COUNTS else None
-        yield _verdict(label, *values, exact=exact, unit=unit, scale=_scale(stock, name), floor=floor)
+        yield _verdict(label, *values, unit=unit, scale=_scale(stock, name), floor=floor)
     for group in gradients.GROUPS:
         if any(group in x for x in stock["gradients"]):
-            values = [_sketches(run, group) for run in (stock, fastdpo, other)]
-            yield _verdict(f"gradients: {group}", *values, exact=exact, unit=unit)
+            values = [_sketches(run, group) for run in (stock, fastdpo, rounded)]
+            yield _verdict(f"gradients: {group}", *values, unit=unit)
 
 
 def _verdict(
     name: str,
     stock: Tensor | None,
     fastdpo: Tensor | None,
-    other: Tensor | None,
+    rounded: Tensor | None,
     *,
-    exact: bool,
     unit: float,
     scale: Tensor | None = None,
     floor: float | None = None,
 ) -> Verdict:
     """The verdict of values of any shape. With a floor, it is allowed next to the measured difference."""
-    if stock is None or fastdpo is None or other is None or not stock.shape == fastdpo.shape == other.shape:
+    if stock is None or fastdpo is None or rounded is None or not stock.shape == fastdpo.shape == rounded.shape:
         shapes = [None if x is None else list(x.shape) for x in (stock, fastdpo)]
         return Verdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
-    base = other if exact else stock
-    measured, found = (_difference(x, base, scale) for x in ((stock if exact else other), fastdpo))
+    measured, found = (_difference(x, stock, scale) for x in (rounded, fastdpo))
     allowed = run_bound(measured, unit) if floor is None else 2 * measured + floor
     return Verdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
 

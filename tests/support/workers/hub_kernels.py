@@ -134,7 +134,7 @@ def checked(directory: Path) -> dict[str, Any]:
     fields = ["--model_init_kwargs", json.dumps(USED["model_init_kwargs"])]
     model, data = saved(directory / "llama", "llama"), str(directory / "pairs.jsonl")
     report = check(model, data, batches=1, fields=fields, run=side.measure)
-    return {"ok": report.ok, "yardstick": report.yardstick, "verdicts": [tuple(x) for x in report.verdicts]}
+    return {"ok": report.ok, "verdicts": [tuple(x) for x in report.verdicts]}
 
 
 def main(directory: Path) -> None:
