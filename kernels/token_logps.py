@@ -24,8 +24,6 @@ logp is NaN if the target is not in the vocabulary or its logit is +inf, which w
 an overflow behind logp = 0. The gradient of such a row is NaN too, unless d loss / d logp is 0.
 
 A head passes t separately, more precise than its logits; statistics use the logits' own z_y. A head
-that has a part of a vocabulary passes t = -inf for a target y >= V in another part: it adds nothing to
-the sums. Merging parts takes two more results, own_logits = z_y and top_logits = max_v z_v. A head
 also takes the gradient unscaled, as a tile that it multiplies by its weight: exp(z_v - m), and
 -others at y. Multiplied by -scale / total (and by 1 - tanh^2 with a cap), the tile is d logp / d x.
 
@@ -91,12 +89,10 @@ def _token_logps_fwd_kernel(
     shift_ptr,  # [N] m, normalized
     others_ptr,  # [N]
     total_ptr,  # [N]
-    entropy_ptr,  # [N], None if not requested, like the next five
+    entropy_ptr,  # [N], None if not requested, like the next three
     mean_logits_ptr,
     is_top1_ptr,  # bool
     log_sum_sq_probs_ptr,
-    own_logits_ptr,
-    top_logits_ptr,
     stride,
     tile_stride,
     V,
@@ -123,7 +119,6 @@ def _token_logps_fwd_kernel(
     t = own
     if target_logits_ptr is not None:
         t = tl.where(scored, tl.load(target_logits_ptr + row), 0.0)
-        own = tl.where(y < 0, t, own)  # NaN if the target is unknown, -inf if it is in another part
     t = tl.where(t == float("inf"), float("nan"), t)
 
     lane, vec = tl.arange(0, LANES)[:, None], tl.arange(0, VEC)[None, :]
@@ -168,14 +163,9 @@ def _token_logps_fwd_kernel(
     shift = top_other
     others, weighted, squares = rebase(others, weighted, squares, m, shift)
     others = tl.sum(others, 0)
-    # Only the target has a nonzero probability, or nothing in this part of the vocabulary.
-    shift = tl.where(shift == -float("inf"), tl.where(scored & (y < 0), 0.0, t), shift)
+    shift = tl.where(shift == -float("inf"), t, shift)  # only the target has a nonzero probability
     logps = log_sigmoid(t - shift - tl.log(others))
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
-    if own_logits_ptr is not None:
-        tl.store(own_logits_ptr + row, own)
-    if top_logits_ptr is not None:
-        tl.store(top_logits_ptr + row, tl.maximum(shift, own))
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, tl.sum(sum_z, 0) / V)
     if is_top1_ptr is not None:
@@ -212,7 +202,6 @@ def _token_logps_bwd_kernel(
     shift_ptr,  # [N] float32, from the forward
     others_ptr,  # [N] float32, from the forward
     total_ptr,  # [N] float32, from the forward
-    mean_offset_ptr,  # [N] float32, of `logit_rows.GradientInputs`, if V is a part of a vocabulary; or None
     stride,
     grad_stride,
     V,
@@ -246,13 +235,9 @@ def _token_logps_bwd_kernel(
         upstream_entropy = tl.load(grad_entropy_ptr + row) * gain
         x = tl.load(logits_ptr + y, mask=y >= 0, other=tl.where(upstream_entropy == 0, 0.0, float("nan")))
         own = tl.where(scored, transform(x, scale, cap), 0.0)
-        if mean_offset_ptr is not None:  # upstream gradients are NaN where the target is unknown
-            own = tl.where(scored & (y < 0), -float("inf"), own)
         top = tl.maximum(shift, own)
         # Sum of e = exp(z - top) over the whole vocabulary; the sum over the others is known.
         total = others * tl.exp2((shift - top) * LOG2E) + tl.exp2((own - top) * LOG2E)
-        if mean_offset_ptr is not None:  # a part may have no finite logit
-            total = tl.where(total == 0, 1.0, total)
         weighted = tl.zeros([BLOCK_V], tl.float32)  # sum of e (z - top)
         for start in range(0, read, BLOCK_V):
             off_v = start + tl.arange(0, BLOCK_V)
@@ -260,8 +245,6 @@ def _token_logps_bwd_kernel(
             d = tl.where(off_v < V, tl.maximum(z - top, MIN_EXPONENT), MIN_EXPONENT)
             weighted += tl.exp2(d * LOG2E) * d
         mean_d = tl.sum(weighted, 0) / total
-        if mean_offset_ptr is not None:
-            mean_d -= tl.load(mean_offset_ptr + row)
         log_total = tl.log(total)
 
     for start in range(tl.program_id(1) * BLOCK_V, V, tl.num_programs(1) * BLOCK_V):
@@ -319,8 +302,6 @@ def token_logps_fwd(
             results.get("mean_logits"),
             results.get("is_top1"),
             results.get("log_sum_sq_probs"),
-            results.get("own_logits"),
-            results.get("top_logits"),
             logits.stride(0),
             None if tile is None else tile.stride(0),
             vocabulary,
@@ -345,7 +326,6 @@ def token_logps_bwd(
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-    mean_offset: Tensor | None = None,  # [N] float32
 ) -> None:
     """Writes d loss / d logits to grad, or the gradient tile if no upstream gradient is given."""
     n, vocabulary = logits.shape
@@ -358,7 +338,6 @@ def token_logps_bwd(
             logits,
             targets.contiguous(),
             *sums,
-            None if mean_offset is None else mean_offset.contiguous(),
             logits.stride(0),
             grad.stride(0),
             vocabulary,

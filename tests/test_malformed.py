@@ -37,7 +37,6 @@ MODEL = LlamaForCausalLM(
 )
 META_MODEL = copy.deepcopy(MODEL).to("meta")
 TOKENS = ops.TokenLogps(torch.zeros(2, 3), entropy=torch.ones(2, 3))
-SUMS = ops.SequenceLogps(torch.zeros(2), torch.ones(2, dtype=torch.long))
 LOSS = ops.preference_loss(*torch.zeros(4, 2))
 
 
@@ -238,13 +237,6 @@ FUNCTIONS = {
         ops.linear_sequence_logps,
         dict(**HEAD, cu_seqlens=(BOUNDS, required(BOUNDS_KIND)), **HEAD_OPTIONS),
         ("linear_logps",),
-    ),
-    "merged_sequence_logps": Function(
-        ops.merged_sequence_logps,
-        dict(
-            parts=(SUMS, values(None, 3, "x", SUMS.logps, tuple(SUMS), SUMS._replace(lengths=torch.ones(3)))),
-            group=(None, OBJECT),
-        ),
     ),
     "linear_preference_loss": Function(
         ops.linear_preference_loss,

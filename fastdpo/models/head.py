@@ -1,12 +1,8 @@
 """Adds scoring to the head of a causal LM, so that calling the module returns log-probabilities.
 
 Calling the module lets the hooks of engines (FSDP2, ZeRO-3, accelerate's `device_map`) gather its
-weight and reduce its gradient. Only a plain `nn.Linear` is supported, whole or cut over the vocabulary
-by transformers' tensor parallelism: any other hook or replaced forward would be bypassed.
-
-A plan of `colwise_gather_output` or `colwise_rep` makes the weight and the bias DTensors with
-consecutive rows on each rank, and replaces the head's forward by one that gathers the logits. FSDP2
-may shard these rows again over other ranks. It gathers them before the head is called.
+weight and reduce its gradient. Only a plain `nn.Linear` whose weight is whole when it is called is
+supported: any other hook or replaced forward would be bypassed.
 """
 
 from __future__ import annotations
@@ -19,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..ops import VocabularyGroup
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
-from .functions import closure_contents, inner_function, module_of, name_of
+from .functions import inner_function, module_of, name_of
 from .harmless import ENGINES, is_of
 
 if TYPE_CHECKING:
@@ -35,14 +30,8 @@ CAST = "._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32"
 computed from the weight.
 """
 
-GATHERING = "TensorParallelLayer.install_forward.<locals>.tp_forward"
-"""The forward that tensor parallelism gives a head that is cut over the vocabulary."""
-
 OWN_FORWARD = "_fastdpo_own_forward"
-"""The attribute of a head that keeps its `CAST` or `GATHERING` forward while ours is installed."""
-
-_StridedShard = getattr(placement_types, "_StridedShard", Replicate)
-"""The placement by FSDP2 of a tensor that is a shard already. It has no public name."""
+"""The attribute of a head that keeps its `CAST` forward while ours is installed."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -65,8 +54,9 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
         return Reason("no-head")
     if not _is_linear(type(head)):
         return Reason("head-type", kind=type(head).__name__)
-    is_cut = _gathers_logits(_own_forward(head))
-    replaced = None if is_cut else _replaced_forward(head)
+    if not _is_gathered(head):  # by tensor parallelism, which replaces the forward as well
+        return Reason("split-head")
+    replaced = _replaced_forward(head)
     if replaced is not None and not (float32 and replaced.endswith(CAST)):
         return Reason("head-forward", function=replaced)
     hooks = sorted({name_of(hook) for hook in hooks_of(head) if not is_hook_of_engine(hook)})
@@ -77,7 +67,7 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
         return Reason("no-head-weight")
     if weight.device.type == "meta":
         return Reason("offloaded-head")
-    return None if (_has_rows_on_all_ranks(head) if is_cut else _is_gathered(head)) else Reason("split-head")
+    return None
 
 
 def identity(head: nn.Module | None) -> tuple[object, ...]:
@@ -149,8 +139,7 @@ def forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = Non
     if fastdpo_targets is None:
         own = vars(self).get(OWN_FORWARD)
         return nn.Linear.forward(self, input) if own is None else own(input)
-    weight, bias, group = _local_parameters(self)
-    return linear_logps(input, weight, fastdpo_targets, bias=bias, group=group, **options)
+    return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
 
 
 def is_hook_of_engine(hook: Callable) -> bool:
@@ -172,12 +161,6 @@ def _forward_attribute(head: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in vars(head) else "forward"
 
 
-def _own_forward(head: nn.Module) -> object:
-    """The head's forward before `install`. None if it is that of its class."""
-    forward = vars(head).get(_forward_attribute(head))
-    return vars(head).get(OWN_FORWARD) if is_installed(forward) else forward
-
-
 def _replaced_forward(head: nn.Module) -> str | None:
     """The name of a forward other than the class's, the installed one,
     and accelerate's around either.
@@ -196,62 +179,9 @@ def _is_gathered(head: nn.Module) -> bool:
     weight = _weight(head)
     if not isinstance(weight, DTensor):
         return True
-    return _is_fsdp(type(head)) and sum(isinstance(placement, Shard) for placement in weight.placements) <= 1
+    return _is_fsdp(type(head)) and sum(not isinstance(x, Replicate) for x in weight.placements) <= 1
 
 
 def _weight(head: nn.Module) -> Tensor | None:
     """The weight, or ZeRO-3's placeholder for it. Reading the attribute would gather it."""
     return head._parameters.get("weight")
-
-
-def _gathers_logits(forward: object) -> bool:
-    """Whether a head's forward is `nn.Linear`'s on a part of the vocabulary, after which the logits
-    of all ranks are gathered.
-    """
-    if not callable(forward) or name_of(forward) != GATHERING or not module_of(forward).startswith("transformers."):
-        return False
-    function: Any = inner_function(forward)
-    variables = dict(zip(function.__code__.co_freevars, closure_contents(function), strict=True))
-    style, inner = variables.get("self"), inner_function(variables.get("original_forward"))
-    layouts = [getattr(style, name, None) for name in ("input_layouts", "output_layouts")]
-    return inner is nn.Linear.forward and type(style).__name__ == "ColwiseParallel" and layouts == [Replicate()] * 2
-
-
-def _has_rows_on_all_ranks(head: nn.Module) -> bool:
-    """Whether every rank has some rows of the weight and, if there is one, the same of the bias.
-
-    The result is the same on all ranks.
-    """
-    weight, bias = head._parameters["weight"], head._parameters.get("bias")
-    return all(x is None or _is_cut_by_rows(x) for x in (weight, bias)) and min(_sizes(cast(DTensor, weight))) > 0
-
-
-def _local_parameters(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyGroup | None]:
-    """The weight and the bias of this rank, and the ranks that the vocabulary is cut over, if it is.
-
-    Gradients reach the head's own parameters.
-    """
-    weight, bias = head.weight, head.bias
-    if not isinstance(weight, DTensor):
-        return weight, bias, None
-    group = VocabularyGroup.of_sizes(_sizes(weight), weight.device_mesh.get_group())
-    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else None, group
-
-
-def _is_cut_by_rows(x: Tensor) -> bool:
-    if not isinstance(x, DTensor):
-        return False
-    *of_fsdp, placement = x.placements
-    is_by_rows = type(placement) is Shard and placement.dim == 0
-    return is_by_rows and all(isinstance(other, _StridedShard | Replicate) for other in of_fsdp)
-
-
-def _sizes(weight: DTensor) -> list[int]:
-    mesh = weight.device_mesh
-    return chunk_sizes(len(weight), mesh.size(mesh.ndim - 1))
-
-
-def chunk_sizes(rows: int, ranks: int) -> list[int]:
-    """The rows of each rank, as `Shard(0)` cuts them."""
-    chunk = -(-rows // ranks)
-    return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]

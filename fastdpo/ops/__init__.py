@@ -16,12 +16,10 @@ from .attention.packed_attention import packed_attention
 from .head.linear_logps import MEMORY_BUDGET, linear_logps
 from .head.results import SequenceLogps, TokenLogps
 from .head.token_logps import token_logps
-from .head.vocabulary_parallel import VocabularyGroup
 from .losses.linear_preference_loss import LinearPreferenceLoss, linear_preference_loss
 from .losses.objectives import PreferenceObjective
 from .losses.preference_loss import PreferenceLoss, preference_loss
 from .losses.sequence_logps import linear_sequence_logps, sequence_logps
-from .losses.split_sequences import merged_sequence_logps
 from .losses.weightings import length_desensitized_logps, wpo_weights
 
 __all__ = [
@@ -34,13 +32,11 @@ __all__ = [
     "PreferenceObjective",
     "SequenceLogps",
     "TokenLogps",
-    "VocabularyGroup",
     "definitions",
     "length_desensitized_logps",
     "linear_logps",
     "linear_preference_loss",
     "linear_sequence_logps",
-    "merged_sequence_logps",
     "pack",
     "pack_pairs",
     "packed_attention",

@@ -407,19 +407,8 @@ CASES = {
     **on("fsdp2 zero3", "image-arguments on the first rank", prepare=change_types, changed_on=on_first, **TIED_IMAGES),
     # Layers and sequences that ranks share
     "tensor parallel": Case(**TENSOR_PARALLEL),
-    "tensor parallel tied": Case(model=SIX_HEADS | TIED, tensor_parallel=True),
-    "tensor parallel checkpointing": Case(CHECKPOINTED, **TENSOR_PARALLEL),
-    "tensor parallel lora": Case(lora=True, **TENSOR_PARALLEL),
-    "tensor parallel holes": Case(change=make_a_hole, **TENSOR_PARALLEL),
-    "tensor parallel head-hooks on the first rank": Case(
-        FEW_STEPS, prepare=AGREED["head-hooks"], changed_on=on_first, **TENSOR_PARALLEL
-    ),
-    **{
-        f"fsdp2 of tensor parallel{kind}": Case(
-            dict(evaluate=0), model, tensor_parallel=True, in_two_halves=True, ranks=4
-        )
-        for kind, model in {"": SIX_HEADS, " tied": SIX_HEADS | TIED}.items()
-    },
+    "tensor parallel tied": Case(**(TENSOR_PARALLEL | dict(model=SIX_HEADS | TIED))),
+    "fsdp2 of tensor parallel": Case(dict(evaluate=0), in_two_halves=True, ranks=4, **TENSOR_PARALLEL),
     **{
         f"{parallelism} {kind}": Case(options, SIX_HEADS, kinds=(kind,))
         for parallelism, options in {

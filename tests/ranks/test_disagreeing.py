@@ -33,10 +33,8 @@ def test_a_model_that_one_rank_cannot_pack(case, ranks):
 
 ON_THE_FIRST = " on the first rank"
 
-OF_MODELS = [*product(ENGINES, AGREED), ("tensor parallel", "head-hooks")]
 
-
-@pytest.mark.parametrize(("engine", "what"), [(engine, reason + ON_THE_FIRST) for engine, reason in OF_MODELS])
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, [reason + ON_THE_FIRST for reason in AGREED]))
 def test_a_reason_of_the_model_that_one_rank_has(what, ranks):
     reason = what.removesuffix(ON_THE_FIRST)
     for run in assert_trained_alike(ranks):

@@ -14,76 +14,50 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype, is_traced, memory_of
 from .logit_rows import GradientInputs, empty_gradients
-from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
+from .passes import backward_pass, empty_outputs, forward_pass, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
 from .tiles import HEAD, OP, HeadCall, TileFormat
-from .vocabulary_parallel import VocabularyGroup, backward_of_part, forward_of_part, require_group
 
 MEMORY_BUDGET = 512 << 20
 """The least default, and the default on devices other than GPUs."""
 GPU_SHARE = 16
 """On a GPU, the default is this part of its memory."""
 
-GROUP = 'str name="", SymInt[]? sizes=None, SymInt rank=0'
-"""The fields of a `VocabularyGroup`, as custom ops declare them."""
-
-WHOLE: tuple[Any, ...] = ("", None, 0)
-"""Those that stand for no group."""
-
 
 @torch.library.custom_op(
     "fastdpo::linear_logps_fwd",
     mutates_args=(),
-    schema=f"({HEAD}, str statistics, SymInt keep, bool form_jacobian, {GROUP}) -> Tensor[]",
+    schema=f"({HEAD}, str statistics, SymInt keep, bool form_jacobian) -> Tensor[]",
 )
 def linear_logps_fwd(*args: Any) -> list[Tensor]:
-    """The forward, of a whole vocabulary, or of a rank's part with the fields of a `VocabularyGroup`.
-
-    Returns:
-        Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
-        [N, D], or [0, D] if not `form_jacobian`; then logps, the vectors of `number_of_sums` and the
-        statistics, [N] each.
-    """
-    call, group = _call_and_group(args[:8], args[11:])
-    return forward_pass(call, *args[8:11]) if group is None else forward_of_part(call, group, *args[8:11])
+    """The forward (see `forward_pass`)."""
+    return forward_pass(HeadCall(*args[:8]), *args[8:])
 
 
 @linear_logps_fwd.register_fake
 def _(*args):
-    call, _ = _call_and_group(args[:8], args[11:])
-    return empty_outputs(call, *args[8:11])
+    return empty_outputs(HeadCall(*args[:8]), *args[8:])
 
 
 @torch.library.custom_op(
     "fastdpo::linear_logps_bwd",
     mutates_args=("main_grad",),
     schema="(Tensor? grad_logps, Tensor? grad_entropy, Tensor kept, Tensor jacobian, Tensor[] sums, bool[] needs, "
-    f"Tensor(a6!)? main_grad, {HEAD}, {GROUP}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor(a6!)? main_grad, {HEAD}) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logps_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, without elements where not needed.
 
     The gradient of the weight is added to `main_grad` if it is given.
     """
-    call, group = _call_and_group(args[7:15], args[15:])
     grad_logps, grad_entropy, kept, jacobian, sums, *rest = args[:7]
-    if group is not None:
-        return backward_of_part(call, group, *args[:7])
-    return backward_pass(
-        call, GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy), kept, jacobian, *rest
-    )
+    inputs = GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy)
+    return backward_pass(HeadCall(*args[7:]), inputs, kept, jacobian, *rest)
 
 
 @linear_logps_bwd.register_fake
 def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
     return empty_gradients(hidden, weight, bias, needs)
-
-
-def _call_and_group(head: Sequence[Any], cut: Sequence[Any]) -> tuple[HeadCall, VocabularyGroup | None]:
-    """From the arguments of a custom op: the head's, and a group's fields without the last ones that have defaults."""
-    name, sizes, rank = (*cut, *WHOLE[len(cut) :])
-    group = None if sizes is None else VocabularyGroup(name, tuple(sizes), rank)
-    return HeadCall(*head, part=None if group is None else group.part), group
 
 
 class _LinearLogps(torch.autograd.Function):
@@ -93,13 +67,11 @@ class _LinearLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, main_grad, *options):
         ctx.set_materialize_grads(False)
         forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
-        kept, jacobian, logps, *results = forward(hidden, weight, bias, targets, *options)
-        scalars, statistics, cut = options[:4], options[4], options[7:]
-        n_sums = number_of_sums(statistics, is_part=cut != WHOLE)
-        sums, extra = results[:n_sums], results[n_sums:]
+        kept, jacobian, logps, shift, others, total, *extra = forward(hidden, weight, bias, targets, *options)
+        *scalars, statistics, _, _ = options
         ctx.kept = kept
-        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
-        ctx.options, ctx.main_grad = (*scalars, *cut), main_grad
+        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, shift, others, total)
+        ctx.scalars, ctx.main_grad = scalars, main_grad
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -117,7 +89,7 @@ class _LinearLogps(torch.autograd.Function):
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
         is_op = is_traced() or torch.is_grad_enabled()
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
-        grads = backward(*given, hidden, weight, bias, targets, *ctx.options)
+        grads = backward(*given, hidden, weight, bias, targets, *ctx.scalars)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
 
 
@@ -133,7 +105,6 @@ def linear_logps(
     outputs: Sequence[str] = ("logps",),
     memory_budget: int | None = None,
     main_grad: Tensor | None = None,
-    group: VocabularyGroup | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under the softmax of a head's transformed logits.
 
@@ -174,13 +145,6 @@ def linear_logps(
       float16 on a CPU;
     - `[V, D]` in float32 for the sum of the weight's gradient.
 
-    With a `group`, the vocabulary is cut over ranks: `weight` and `bias` have this rank's rows,
-    `hidden` and `targets` are the same on all ranks, and so are the results. The forward gathers 5
-    numbers a token and one for each statistic from each rank. The backward makes one collective if
-    `hidden` needs a gradient, which sums [N, D] over ranks in float32. Gradients of weight and bias
-    are those of this rank's rows and need none. All ranks must make the same calls, with the same
-    arguments except for the weight, bias and budgets.
-
     The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation
     offloading and checkpointing install, do not see them.
 
@@ -188,8 +152,8 @@ def linear_logps(
         hidden: [N, D] float16, bfloat16, float32 or float64.
         weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3
             placeholder.
-        targets: [N] int32 or int64 ids below V (that of all ranks with a `group`). Where the target
-            is -100, every result and every gradient is exactly zero. Other ids are handled as in `token_logps`.
+        targets: [N] int32 or int64 ids below V. Where the target is -100, every result and every
+            gradient is exactly zero. Other ids are handled as in `token_logps`.
         bias: [V] or None.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
             or None.
@@ -202,8 +166,6 @@ def linear_logps(
         main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
             for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
             does not change, and hooks on the weight do not run.
-        group: the ranks that the vocabulary is cut over, or None. Of a DTensor that is cut by
-            `Shard(0)`, pass `to_local()` as the weight.
 
     Returns:
         `TokenLogps` with fields [N].
@@ -214,8 +176,6 @@ def linear_logps(
     """
     check_head(OP, hidden, weight, targets, bias, softcap, logit_scale, temperature, memory_budget)
     checks.require_tensors_or_none(OP, main_grad=main_grad)
-    if group is not None:
-        require_group(OP, group, weight)
     statistics = requested_statistics(OP, outputs)
     compute_dtype = compute_dtype_of(hidden)
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
@@ -229,11 +189,10 @@ def linear_logps(
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
     budget = default_budget(weight) if memory_budget is None else memory_budget
-    tiles = TileFormat.of(weight, compute_dtype, is_part=group is not None)
+    tiles = TileFormat.of(weight, compute_dtype)
     keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
     scalars = (softcap, logit_scale, temperature, compute_dtype)
-    cut = WHOLE if group is None else (group.name, list(group.sizes), group.rank)
-    options = (*scalars, statistics, keep, form_jacobian, *cut)
+    options = (*scalars, statistics, keep, form_jacobian)
     logps, *extra = _LinearLogps.apply(hidden, weight, bias, targets, main_grad, *options)
     return named_results(logps, extra, statistics, targets.shape)
 

@@ -73,8 +73,6 @@ class GradientInputs(NamedTuple):
         shift: m.
         others, total: the sums.
         grad_logps, grad_entropy: upstream gradients. Without any, the result is the gradient tile.
-        mean_offset: what to subtract from the mean of `log p` over the tile to get that over the whole
-            vocabulary, if the tile is a part of it.
     """
 
     shift: Tensor
@@ -82,7 +80,6 @@ class GradientInputs(NamedTuple):
     total: Tensor
     grad_logps: Tensor | None = None
     grad_entropy: Tensor | None = None
-    mean_offset: Tensor | None = None
 
     def of_rows(self, rows: slice) -> GradientInputs:
         return GradientInputs(*(None if x is None else x[rows] for x in self))  # pyright: ignore[reportArgumentType]
@@ -115,8 +112,7 @@ def sum_block_(z: Tensor, targets: Targets, target_logits: Tensor, statistics: s
     Args:
         z: [n, V] transformed logits. Overwritten.
         targets: of the block.
-        target_logits: [n] the transformed logits of the targets, NaN for unknown targets, -inf for
-            absent ones.
+        target_logits: [n] the transformed logits of the targets, NaN for unknown targets.
         statistics: names from `results.STATISTICS`, comma-separated.
 
     Returns:
@@ -129,8 +125,7 @@ def sum_block_(z: Tensor, targets: Targets, target_logits: Tensor, statistics: s
     targets.write_(z, -torch.inf)
     peak = z.amax(-1)
     is_top1 = _is_top1(z, targets.index, tile_target_logits, peak) if "is_top1" in names else None
-    lone = target_logits if targets.absent is None else target_logits.masked_fill(targets.absent, 0)
-    shift = torch.where(peak == -torch.inf, lone, peak)  # only the target has a nonzero probability
+    shift = torch.where(peak == -torch.inf, target_logits, peak)  # only the target has a nonzero probability
 
     z.sub_(shift[:, None])
     weighted = squares = None
@@ -163,7 +158,6 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[Tensor, list[Tensor],
     total = others * ratio + target_exp
     log_total = torch.where(tile_target_logits > shift, (others * ratio).log1p(), total.log())
     values: dict[str, Any] = {"mean_logits": mean, "is_top1": is_top1}
-    values |= {"own_logits": tile_target_logits, "top_logits": top}
     if weighted is not None:
         total_weighted = (weighted + others * (shift - top)) * ratio + target_exp * target_gap
         values["entropy"] = log_total - total_weighted / total
@@ -232,7 +226,7 @@ def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Ten
 
 def logit_gradient(z: Tensor, targets: Targets, inputs: GradientInputs, transform: Transform) -> Tensor:
     """`d loss / d x` [n, V] from transformed logits z, which are overwritten, or the gradient tile."""
-    shift, others, row_total, grad_logps, grad_entropy, mean_offset = inputs
+    shift, others, row_total, grad_logps, grad_entropy = inputs
     slope = transform.slope(z)
     gradient = None
     if grad_entropy is not None:
@@ -245,8 +239,6 @@ def logit_gradient(z: Tensor, targets: Targets, inputs: GradientInputs, transfor
         gradient = torch.sub(z, top[:, None]).clamp_(min=MIN_EXPONENT)  # d
         exponentials = gradient.exp()
         mean = gradient.mul_(exponentials).sum(-1) / total
-        if mean_offset is not None:  # a part of the vocabulary may have no finite logit
-            mean = torch.where(total == 0, 0.0, mean) - mean_offset
         total = total.masked_fill(row_total.isnan(), torch.nan)  # unknown targets
         scale = upstream_scale(grad_entropy, total, transform)
         gradient.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])
@@ -288,25 +280,10 @@ class GradientSum:
             torch.addmm(total, tile.t().to(total.dtype), rows.to(total.dtype), beta=beta, out=total)
         self.overwrite = False
 
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n, ...], without the scale, to those of `index` [n], after all tiles.
-
-        Rows of the same index are added in a fixed order.
-        """
-        self._apply_scale()
-        if self.total.device.type == "cuda":  # sorts, where index_add_ uses atomics
-            self.total.index_put_((index,), rows, accumulate=True)
-        else:
-            self.total.index_add_(0, index, rows)
-
-    def _apply_scale(self) -> None:
-        if self.scale is not None:
-            self.total *= self.scale
-            self.scale = None
-
     def finish(self) -> None:
         """Writes the gradient to `out`."""
-        self._apply_scale()
+        if self.scale is not None:
+            self.total *= self.scale
         if self.separate and self.accumulate:
             self.out += self.total
         elif self.separate:

@@ -1,6 +1,6 @@
 """The passes of a head over all of its tiles: the forward, and the backward.
 
-Dimensions: N scored tokens, V vocabulary (of the weight that is given), D hidden size.
+Dimensions: N scored tokens, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -22,34 +22,19 @@ from .logit_rows import (
     upstream_scale,
     wide_product,
 )
-from .results import empty_results, statistic_names
+from .results import empty_results
 from .tiles import Head, HeadCall, TileFormat
 
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     """Uninitialized outputs of the forward of a head."""
-    is_part = call.part is not None
-    kept = TileFormat.of(call.weight, call.compute_dtype, is_part=is_part).allocate(keep, call.weight)
-    jacobian = _empty_jacobian(call, form_jacobian)
-    logps, shift, others, total, *extra = empty_results(call.hidden, statistics)
-    of_parts = [torch.empty_like(logps) for _ in range(number_of_sums(statistics, is_part) - 3)]
-    return [kept, jacobian, logps, shift, others, total, *of_parts, *extra]
+    kept = TileFormat.of(call.weight, call.compute_dtype).allocate(keep, call.weight)
+    return [kept, _empty_jacobian(call, form_jacobian), *empty_results(call.hidden, statistics)]
 
 
 def _empty_jacobian(call: HeadCall, form_jacobian: bool) -> Tensor:
     n, d = call.hidden.shape
     return call.hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(call.compute_dtype))
-
-
-def number_of_sums(statistics: str, is_part: bool) -> int:
-    """How many vectors [N] the backward needs: shift, others and total.
-
-    Of a part also the share of the part's probability, and the gradients that reach the targets' logits by way of
-    the other parts; with the entropy, the share and the offset of its gradient.
-    """
-    if not is_part:
-        return 3
-    return 7 if "entropy" in statistic_names(statistics) else 5
 
 
 def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
@@ -87,14 +72,10 @@ def backward_pass(
     jacobian: Tensor,
     needs: Sequence[bool],
     main_grad: Tensor | None,
-    target_gradients: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, without elements where not needed.
 
-    The gradient of the weight is added to `main_grad` if it is given. Of a part, upstream gradients
-    are those of the part's own results, and two more are needed: `target_gradients` [N] of the targets' raw
-    logits, which come from the other parts and are 0 where the target is in one of them, and with a gradient
-    of the entropy the `mean_offset` [N] of the inputs.
+    The gradient of the weight is added to `main_grad` if it is given.
     """
     grads = empty_gradients(call.hidden, call.weight, call.bias, needs)
     wide = accumulation_dtype(call.compute_dtype)
@@ -113,10 +94,8 @@ def backward_pass(
                 grad.zero_()
         elif len(jacobian) and grad_entropy is None:
             torch.mul(jacobian, scale[:, None], out=grads[0])
-            if target_gradients is not None:
-                _add_targets(Head(call), target_gradients, grads[0], None, None)
         else:
-            _visit_tiles(call, inputs, scale, kept, needs, grads, main_grad, target_gradients)
+            _visit_tiles(call, inputs, scale, kept, needs, grads, main_grad)
     return grads
 
 
@@ -128,7 +107,6 @@ def _visit_tiles(
     needs: Sequence[bool],
     grads: tuple[Tensor, Tensor, Tensor],
     main_grad: Tensor | None,
-    target_gradients: Tensor | None,
 ) -> None:
     """Writes the gradients from those of all tiles, kept or recomputed."""
     (needs_hidden, needs_weight, needs_bias), (grad_hidden, grad_weight, grad_bias) = needs, grads
@@ -156,34 +134,9 @@ def _visit_tiles(
             weight_sum.add(tile, scaled_rows.to(dtype))
         if bias_sum is not None:
             bias_sum.add(tile, row_scale[rows, None])
-    if target_gradients is not None:
-        _add_targets(head, target_gradients, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
     for gradient_sum in (weight_sum, bias_sum):
         if gradient_sum is not None:
             gradient_sum.finish()
-
-
-def _add_targets(
-    head: Head,
-    gradients: Tensor,  # [N] of the targets' raw logits
-    grad_hidden: Tensor | None,
-    weight_sum: GradientSum | None,
-    bias_sum: GradientSum | None,
-) -> None:
-    """Adds the gradients that reach hidden, weight and bias through the targets' logits alone."""
-    for rows in head.tiles():
-        index, gradient = head.targets.index[rows], gradients[rows, None]
-        if grad_hidden is not None:
-            grad_hidden[rows] += scaled(head.weight[index], gradient)
-        if weight_sum is not None:
-            weight_sum.add_rows(index, scaled(head.hidden_rows(rows), gradient))
-        if bias_sum is not None:
-            bias_sum.add_rows(index, gradient)
-
-
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """`x * factor` in the dtype of the factor, 0 where the factor is 0, even if x is infinite there."""
-    return torch.where(factor == 0, 0.0, x.to(factor.dtype) * factor)
 
 
 def take_kept(ctx: Any) -> Any:

@@ -52,9 +52,6 @@ TARGET_KERNEL = "target_logits"
 
 T = TypeVar("T")
 
-Part = tuple[int, int, int]
-"""The entries [start, stop) that one rank has out of a vocabulary, and the size of the vocabulary."""
-
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
     "ScalarType compute_dtype"
@@ -80,11 +77,8 @@ class TileFormat(NamedTuple):
     row_warps: int | None = None
 
     @staticmethod
-    def of(weight: Tensor, compute_dtype: torch.dtype, *, is_part: bool = False) -> TileFormat:
-        """The format for a weight [V, D] that is multiplied in `compute_dtype`.
-
-        One that has a part of the vocabulary is not tuned.
-        """
+    def of(weight: Tensor, compute_dtype: torch.dtype) -> TileFormat:
+        """The format for a weight [V, D] that is multiplied in `compute_dtype`."""
         vocabulary, width = weight.shape
         float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
         if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
@@ -93,7 +87,7 @@ class TileFormat(NamedTuple):
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
         format = TileFormat(rows, columns, compute_dtype, triton=True)
-        if is_part or not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
+        if not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
             return format
         return format._replace(row_warps=_tuned_warps(format, weight))
 
@@ -154,7 +148,6 @@ class HeadCall(NamedTuple):
     logit_scale: float
     temperature: float
     compute_dtype: torch.dtype
-    part: Part | None = None  # that the weight has, if it is not the whole vocabulary
 
     @property
     def transform(self) -> Transform:
@@ -162,20 +155,12 @@ class HeadCall(NamedTuple):
 
 
 class Head:
-    """One call of a head, in its compute dtype, and the work on one tile of its tokens.
-
-    With a part of a vocabulary, the weight has that part's rows. Results and gradients are those of the
-    part's distribution alone, to which a target outside of it adds nothing.
-    """
+    """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
 
     def __init__(self, call: HeadCall) -> None:
         dtype = self.dtype = call.compute_dtype
-        self.format = TileFormat.of(call.weight, dtype, is_part=call.part is not None)
-        if call.part is None:
-            self.targets = Targets.of(OP, call.targets, len(call.weight))
-        else:
-            start, stop, vocabulary = call.part
-            self.targets = Targets.of(OP, call.targets, vocabulary).of_part(start, stop)
+        self.format = TileFormat.of(call.weight, dtype)
+        self.targets = Targets.of(OP, call.targets, len(call.weight))
         self.hidden, self.transform = call.hidden, call.transform
         self.weight = call.weight.to(dtype)
         self.bias = None if call.bias is None else call.bias.to(dtype).contiguous()
@@ -204,8 +189,7 @@ class Head:
     def results(self, rows: slice, statistics: str, gradient: Tensor | None) -> list[Tensor]:
         """logps, shift, others, total and statistics of one tile, [n] each.
 
-        Those of a part are followed by its target logits [n]. Writes the gradient tile to `gradient`
-        [n, V] if it is given.
+        Writes the gradient tile to `gradient` [n, V] if it is given.
         """
         h, targets = self.hidden_rows(rows), self.targets.of_rows(rows)
         target_logits = self._target_logits(h, targets)
@@ -223,7 +207,7 @@ class Head:
         results = self._launched(ROW_KERNEL, launch, has_warps=True)
         if results is None:
             results = self._results_in_torch(logits, targets, target_logits, statistics, gradient)
-        return results if targets.absent is None else [*results, target_logits]
+        return results
 
     def _launched(self, kernel: str, launch: Callable[[], T], has_warps: bool = False) -> T | None:
         """What the launch of a kernel returns, or None where PyTorch computes in its place.
@@ -283,9 +267,8 @@ class Head:
         def launch() -> Tensor:
             from ...kernels.token_logps import token_logps_bwd
 
-            *sums, grad_logps, grad_entropy, mean_offset = inputs
-            operands = (grad_logps, grad_entropy, logits, targets.ids, sums)
-            token_logps_bwd(tile, *operands, *self.transform, mean_offset)
+            *sums, grad_logps, grad_entropy = inputs
+            token_logps_bwd(tile, grad_logps, grad_entropy, logits, targets.ids, sums, *self.transform)
             return tile
 
         if self._launched(ROW_KERNEL, launch) is None:
@@ -302,10 +285,7 @@ class Head:
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
     def _target_logits(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """Transformed logits [n] of the targets, at least float32.
-
-        NaN for unknown targets, -inf for absent ones.
-        """
+        """Transformed logits [n] of the targets, at least float32, NaN for unknown targets."""
 
         def launch() -> Tensor:
             from ...kernels.linear_logps import target_logits
@@ -319,7 +299,7 @@ class Head:
             x = torch.linalg.vecdot(hidden.to(wide), self.weight[targets.index].to(wide))
             t = self.transform.apply_(x if self.bias is None else x + self.bias[targets.index])
             t.masked_fill_(targets.unknown, torch.nan)
-        return t if targets.absent is None else t.masked_fill_(targets.absent, -torch.inf)
+        return t
 
 
 def _store(place: Tensor, block: Tensor) -> None:

@@ -14,7 +14,6 @@ from ..devices import is_host
 from ..head.linear_logps import linear_logps
 from ..head.results import SequenceLogps
 from ..head.token_logps import token_logps
-from ..head.vocabulary_parallel import VocabularyGroup
 
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
@@ -104,7 +103,6 @@ def linear_sequence_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     memory_budget: int | None = None,
-    group: VocabularyGroup | None = None,
 ) -> SequenceLogps:
     """Summed log-probability of each sequence's targets, from hidden states and the head's weight.
 
@@ -116,7 +114,7 @@ def linear_sequence_logps(
         weight: [V, D].
         targets: [T] int32 or int64 ids, -100 where nothing is scored.
         cu_seqlens: int32 or int64 [S + 1], the start of each sequence, and T.
-        bias, softcap, logit_scale, temperature, memory_budget, group: as in `linear_logps`.
+        bias, softcap, logit_scale, temperature, memory_budget: as in `linear_logps`.
 
     Returns:
         `SequenceLogps` with fields [S].
@@ -136,7 +134,6 @@ def linear_sequence_logps(
         logit_scale=logit_scale,
         temperature=temperature,
         memory_budget=memory_budget,
-        group=group,
     ).logps
     return _sums(op, logps, targets, cu_seqlens)
 
