@@ -69,8 +69,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         "doctor",
         help="say what fastdpo can do on this machine",
         description="Says what fastdpo can do on this machine: which packages, devices, trainers and kernels there "
-        "are, and whether each op agrees with its definition. The exit status is 1 if something that was "
-        "asked for is not available, or if an op is wrong.",
+        "are. The exit status is 1 if something that was asked for is not available, or if a kernel is wrong.",
         epilog="example: fastdpo doctor trl.DPOTrainer --model path/to/model",
     )
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="a trainer or package that must be patchable")

@@ -33,7 +33,6 @@ from ..ops.choice import tuning, verdicts
 from ..ops.devices import architecture, suits_triton
 from ..ops.head import trials as head_trials
 from ..packing import IGNORE_INDEX
-from . import self_check
 from .model_names import CLASSIFIER
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ def examine(targets: Sequence[str] = (), model: str | None = None) -> Report:
         if suits_triton(device, torch.bfloat16):
             report[f"kernels on {device}"] = list(kernel_findings(device))
             report[f"choices on {device}"] = list(choice_findings(device))
-        report[f"ops on {device}"] = list(_ops(device))
     if model is not None:
         report[f"model {model}"] = list(_model(model))
     return report
@@ -227,13 +225,6 @@ def choice_findings(device: torch.device) -> Iterator[Finding]:
         yield Finding(OK, "none", "a training makes them at its first batches")
     for call, choice in choices.items():
         yield Finding(OK, call, str(choice))
-
-
-def _ops(device: torch.device) -> Iterator[Finding]:
-    for dtype in (torch.float32, torch.bfloat16):
-        for op, failure in self_check.run(device, dtype):
-            name = f"{op}, {str(dtype).removeprefix('torch.')}"
-            yield Finding(OK, name) if failure is None else Finding(FAILED, name, failure)
 
 
 def _model(path: str) -> Iterator[Finding]:
