@@ -54,7 +54,7 @@ OTHERS = (
     *("activations of another replay", "what a recording has baked in", "a replay that differs"),
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
-    "models that accelerate has prepared",
+    *("models that accelerate has prepared", "models that are wrapped after they were scored"),
     "checkpointing that is enabled again without one more hook",
     *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),
     *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),

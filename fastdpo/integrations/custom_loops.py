@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
@@ -31,7 +32,7 @@ NAME = "fastdpo.score"
 M = TypeVar("M", bound=nn.Module)
 
 _outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that were scored with gradients and that no DDP is around."""
+"""The models that were scored with gradients and that no DDP is around. A new DDP clears it."""
 
 
 def prepare(
@@ -170,7 +171,10 @@ def score(
 
 
 def _require_outermost(model: nn.Module, base: nn.Module) -> None:
-    """Requires that no DDP is around a model whose gradients are to be computed. Looks once at each model."""
+    """Requires that no DDP is around a model whose gradients are to be computed. Looks once at each model, and again
+    after a DDP was made.
+    """
+    _watch_wrapping()
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     inside = {id(module) for module in model.modules()}
     for wrapper in existing_instances(DistributedDataParallel) if several else ():
@@ -178,6 +182,15 @@ def _require_outermost(model: nn.Module, base: nn.Module) -> None:
         rule = "be the DistributedDataParallel around it, without which each rank trains alone"
         checks.require(not is_around, "score", "model", rule, f"the {type(model).__name__} inside")
     _outermost.add(model)
+
+
+@functools.cache
+def _watch_wrapping() -> None:
+    def look_again(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            _outermost.clear()
+
+    register_module_module_registration_hook(look_again)
 
 
 def _is_prepared(base: nn.Module) -> bool:

@@ -62,8 +62,10 @@ def train(case: str, rank: int) -> tuple[list, dict[str, torch.Tensor], list[str
 
 
 def score_the_module(rank: int) -> str:
-    """Scores the model inside of a DDP, without gradients and with them."""
-    wrapped = DistributedDataParallel(fastdpo.prepare(build("ddp")))
+    """Scores the model inside of a DDP, without gradients and with them, and with them before it is wrapped."""
+    model = fastdpo.prepare(build("ddp"))
+    fastdpo.score(model, **batch(rank, 0)).sums().sum().backward()
+    wrapped = DistributedDataParallel(model)
     with torch.no_grad():
         fastdpo.score(wrapped.module, **batch(rank, 0))
     fastdpo.score(wrapped, **batch(rank, 0)).sums().sum().backward()
