@@ -238,8 +238,7 @@ def pack(
         raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids; got {target.min()}")
     if (target > MAX_ID).any():
         raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids below 2**31; got {target.max()}")
-    if not shifted:  # shifted labels of another form score positions themselves
-        require_ids("pack", ids, targets, scored, shifted)
+    require_ids("pack", ids, targets, scored, shifted)
     offset, need = _extents(real != 0, scored, store_all)
     n_rows, length = ids.shape
 

@@ -229,12 +229,14 @@ def test_pairs_whose_rows_come_in_turn_are_refused():
 
 
 @pytest.mark.parametrize("answer", [[1, 2, 3], [4, 4, 5]])  # in the latter, both forms have a label in common
-def test_labels_that_are_shifted_are_refused(answer):
+def test_labels_of_the_other_form_are_refused(answer):
     ids, mask, labels = padded([scored_answer(PROMPT, answer), scored_answer(PROMPT, [2, 1])])
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     assert pack(ids, mask, shifted, shifted=True).targets.tolist() == pack(ids, mask, labels).targets.tolist()
     with pytest.raises(ValueError, match=r"^pack: labels must not be shifted without shifted=True; got"):
         pack(ids, mask, shifted)
+    with pytest.raises(ValueError, match=r"^pack: labels must be shifted with shifted=True; got labels that are not"):
+        pack(ids, mask, labels, shifted=True)
     pack(ids, mask, torch.where(labels == IGNORE_INDEX, labels, 6))  # labels that are no ids at all
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast, get_args
@@ -15,19 +17,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
-from ..models.parts import base_of, text_config
+from ..models.parts import base_of, text_config, unknown_wrapper
 from ..models.scoring import targets_of_call
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
 from . import scored_rows, switching
-from .padded_calls import Rows, padded_call
+from .padded_calls import Rows, padded_call, require_arguments
 from .replacements import existing_instances
 from .scored_rows import ScoredRows
 
 NAME = "fastdpo.score"
 """The name under which calls are counted and logged."""
+
+RETURNING = "return the output of the transformers model inside: score that model, or return it in the forward"
+"""What `score` requires of a wrapper."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,12 +69,15 @@ def prepare(
         The model itself.
 
     Raises:
-        TypeError: there is no transformers model in `model`, or `shifted`, `compile` or `graphs` is no bool.
+        TypeError: there is no transformers model in `model`, or a wrapper around it that is not known to return its
+            output, or `shifted`, `compile` or `graphs` is no bool.
         ValueError: `groups` or `outputs` have other values, or the model belongs to a patched trainer, whose calls it
             would not take any more.
         NotFused: with `FASTDPO_STRICT=1`, the model is known not to be supported.
     """
-    base = base_of(model, "prepare")
+    base, wrapper = base_of(model, "prepare"), unknown_wrapper(model)
+    rule = "be a transformers model, or one that PEFT, torch or an engine has wrapped: prepare the model inside"
+    checks.require(wrapper is None, "prepare", "model", rule, f"a {type(wrapper).__name__}", error=TypeError)
     owner = state_of(base)
     is_free = owner is None or base not in MODELS or _is_prepared(base)
     rule = "not belong to a patched trainer: call fastdpo.unpatch() first, or prepare a copy"
@@ -133,15 +141,18 @@ def score(
         shift_labels: labels that are shifted, in the place of `labels`, whatever `prepare` says.
         cu_seqlens: int [R + 1] bounds of the rows of a flat batch. Its `position_ids`, if they are given, count from
             0 in each row.
-        **kwargs: further arguments of the model, such as `pixel_values` or `output_router_logits`.
+        **kwargs: further arguments of the model, such as `pixel_values` or `output_router_logits`, but none that change
+            what it returns. Those by which transformers says where rows of a flat batch begin (`cu_seq_lens_q`, or
+            `position_ids` that begin again) are taken as `cu_seqlens`.
 
     Returns:
         `ScoredRows`.
 
     Raises:
         TypeError, ValueError: the model is not prepared, or an argument breaks a rule above; the message names it.
-            Also for labels that have the other form, shifted or not, and for the model inside of a
-            DistributedDataParallel.
+            Also for labels that have the other form, shifted or not, for the model inside of a
+            DistributedDataParallel, for an argument that neither this function nor the model has, and for a wrapper
+            that returns something else than the output of the model inside.
         NotFused: with `FASTDPO_STRICT=1`, the call is not fused.
     """
     base = base_of(model, "score")
@@ -153,21 +164,39 @@ def score(
     given = labels if labels is not None else shift_labels
     if given is None or (labels is not None and shift_labels is not None):
         raise ValueError("score: labels must be given, or shift_labels in their place; got neither or both")
+    require_arguments(model, kwargs, inspect.signature(prepare).parameters)
     shifted = fused.options.shifted or labels is None
     batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
     targets = targets_of_call(batch)
 
-    def check() -> None:
+    def of_logits(called: Any) -> ScoredRows:
         on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
         require_ids("score", *on_host, shifted=shifted)
+        output = called()
+        is_output = isinstance(getattr(output, "logits", None), Tensor)
+        checks.require(is_output, "score", "model", RETURNING, f"a {type(output).__name__}", error=TypeError)
+        return ScoredRows.of_output(output, targets, fused.options.outputs)
 
-    def of_logits(called: Any) -> ScoredRows:
-        check()
-        return ScoredRows.of_output(called(), targets, fused.options.outputs)
+    try:
+        return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        explained = _explained(error, model, "shift_labels" if labels is None else "labels")
+        if explained is None:
+            raise
+        raise explained from error
 
-    if shifted and not fused.was_called:  # packing checks labels that are not shifted, in every call
-        check()
-    return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
+
+def _explained(error: Exception, model: nn.Module, labels: str) -> Exception | None:
+    """An error of a call as one of `score`: that of an op that names an argument, with the name that the labels came
+    by, or one of a wrapper that does not return the output of the model inside. None for others.
+    """
+    of_argument = re.fullmatch(r"(?:pack|linear_logps|token_logps): (labels|targets|attention_mask)( .*)", str(error))
+    if of_argument is not None:
+        name, rest = of_argument.groups()
+        return type(error)(f"score: {name if name == 'attention_mask' else labels}{rest}")
+    wrapper = None if str(error).startswith("score: ") else unknown_wrapper(model)
+    got = f"{type(error).__name__} in {type(wrapper).__name__}: {error}"
+    return None if wrapper is None else TypeError(f"score: model must {RETURNING}; got {got}")
 
 
 def _require_outermost(model: nn.Module, base: nn.Module) -> None:

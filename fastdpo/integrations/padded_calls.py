@@ -1,22 +1,42 @@
-"""The forms in which `fastdpo.score` takes rows, each made into the arguments of a call on padded rows."""
+"""The forms in which `fastdpo.score` takes rows, each made into the arguments of a call on padded rows, and the further
+arguments that it takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..models.parts import input_device_of, text_config
+from ..models import images
+from ..models.parts import input_device_of, modules_around, text_config
 from ..packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OP = "score"
+
+KNOWN = {"position_ids", "output_router_logits", "num_items_in_batch", *images.ARGUMENTS}
+"""Arguments of a model that do not change what it returns, whether its class has them or not."""
+
+OF_OUTPUT = {
+    *("logits_to_keep", "num_logits_to_keep", "past_key_values", "use_cache"),
+    *("output_hidden_states", "output_attentions", "return_dict"),
+}
+"""Arguments that change what a model returns."""
+
+PEFT_ARGUMENTS = "special_peft_forward_args"
+"""The attribute of a PeftModel that names the arguments of its hooks."""
+
+OF_FLAT_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments that say where the rows of a flat batch begin, by the names of transformers."""
 
 Rows = Tensor | Sequence[Sequence[int] | Tensor]
 """Ids or labels of rows: padded or flat in a tensor, or in a list with an entry for each row."""
@@ -33,6 +53,9 @@ def padded_call(
 ) -> dict[str, Any]:
     """The arguments of a model call on padded rows, with those in `kwargs`. The others are those of `fastdpo.score`."""
     name = "shift_labels" if shifted else "labels"
+    if cu_seqlens is None and attention_mask is None:
+        cu_seqlens = _bounds_in(input_ids, kwargs)
+    kwargs = {name: x for name, x in kwargs.items() if name not in OF_FLAT_ROWS}
     if not isinstance(input_ids, Tensor) or cu_seqlens is not None:
         checks.require(attention_mask is None, OP, "attention_mask", "be None for rows that are not padded", "a mask")
         lengths, device = None, input_device_of(base)
@@ -53,7 +76,46 @@ def padded_call(
     if attention_mask is None:
         _require_padding_behind(base, batch["input_ids"])
         attention_mask = torch.ones_like(batch["input_ids"])
+    checks.require_tensors(OP, attention_mask=attention_mask)
+    fits = attention_mask.dim() != 2 or list(attention_mask.shape) == shape
+    checks.require(fits, OP, "attention_mask", "be {}", list(attention_mask.shape), shape)
     return {**kwargs, **batch, "attention_mask": attention_mask}
+
+
+def require_arguments(model: nn.Module, kwargs: dict[str, Any], options: Collection[str]) -> None:
+    """Requires that further arguments of a call are those of the model, and leave what it returns as it is.
+
+    Args:
+        model: the model, which may be wrapped.
+        kwargs: the arguments.
+        options: the arguments of `fastdpo.prepare`, which are not those of a call.
+    """
+    for name in OF_OUTPUT.intersection(kwargs):
+        value = kwargs[name]
+        is_default = value is None or (value is True if name == "return_dict" else value is False or value == 0)
+        rule = "be left out, since score returns log-probabilities and nothing else"
+        checks.require(is_default, OP, name, rule, checks.shown(value))
+    if KNOWN.issuperset(kwargs):
+        return
+    known = {*KNOWN, *OF_OUTPUT, *OF_FLAT_ROWS}
+    for module in modules_around(model):
+        known |= {*inspect.signature(type(module).forward).parameters, *getattr(module, PEFT_ARGUMENTS, ())}
+    for name in kwargs.keys() - known:
+        rule = "be given to fastdpo.prepare" if name in options else "be an argument of score or of the model's forward"
+        checks.require(False, OP, name, rule, checks.shown(kwargs[name]), error=TypeError)
+
+
+def _bounds_in(ids: Rows, kwargs: dict[str, Any]) -> Tensor | None:
+    """The bounds of the rows of a flat batch that a collator has said as transformers does: by name, or by positions
+    that begin again. None if the batch has another form.
+    """
+    bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if bounds is None and isinstance(ids, Tensor) and isinstance(positions, Tensor) and len(ids) == 1:
+        begins = positions.flatten().diff() != 1
+        if positions.numel() == ids.numel() and begins.any():
+            bounds = F.pad(begins.nonzero()[:, 0] + 1, (1, 0))
+            bounds = F.pad(bounds, (0, 1), value=ids.numel())
+    return bounds
 
 
 def _rows(name: str, given: object, lengths: list[int] | None, device: torch.device) -> list[Tensor]:

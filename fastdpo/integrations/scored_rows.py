@@ -105,8 +105,8 @@ class ScoredRows(NamedTuple):
         return (self.logps if weights is None else self.logps * weights).sum(1)
 
     def means(self) -> Tensor:
-        """The mean log-probability of each row [R]."""
-        return self.sums() / self.counts()
+        """The mean log-probability of each row [R], zero for a row without scored tokens."""
+        return self.sums() / self.counts().clamp(min=1)
 
     def nll(self) -> Tensor:
         """The mean negative log-likelihood of all tokens."""
@@ -159,7 +159,8 @@ class ScoredRows(NamedTuple):
 
     def _mean_logits(self) -> Tensor:
         if self.mean_logits is None:
-            raise ValueError("ScoredRows: mean_logits were not requested; add them to the line's statistics")
+            rule = "be requested, as by fastdpo.prepare(model, outputs=['mean_logits'])"
+            raise ValueError(f"ScoredRows: mean_logits must {rule}; got None")
         return self.mean_logits
 
 

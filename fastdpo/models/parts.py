@@ -75,6 +75,14 @@ def passes_arguments_on(model: nn.Module) -> bool:
     return is_base
 
 
+def unknown_wrapper(model: nn.Module) -> nn.Module | None:
+    """The first module around the transformers model inside of a model that may return something else than its output,
+    or None if all of them are of packages whose wrappers return it.
+    """
+    around = (x for x in modules_around(model) if not is_transformers_model(x))
+    return next((x for x in around if not is_of(module_of(type(x).forward), PASSING)), None)
+
+
 def _hooks_on_arguments(module: nn.Module) -> list[Callable]:
     """The hooks that may change keyword arguments of a module's call."""
     hooks = module._forward_pre_hooks

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 import fastdpo
 from fastdpo.packing import IGNORE_INDEX
@@ -191,6 +192,71 @@ def test_a_resized_vocabulary():
     assert_close(scored["rows"].logps, expected, absolute=1e-5)
 
 
+class ValueHead(torch.nn.Module):
+    """A wrapper of a user's, which returns something else than the output of its model."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.pretrained_model, self.returned = tiny_model(), returned
+
+    def forward(self, **kwargs):
+        return self.returned(self.pretrained_model(**kwargs))
+
+
+RETURNED = {
+    "logits": lambda output: output.logits,
+    "a dict": lambda output: {"logits": output.logits, "loss": None},
+    "a tuple": lambda output: (output.logits, output.logits[..., 0]),
+    "values of hidden states": lambda output: output.hidden_states[-1],
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("returned", RETURNED)
+def test_wrappers_that_return_something_else_are_refused(returned, fused):
+    model = ValueHead(RETURNED[returned])
+    with pytest.raises(TypeError, match=r"^prepare: model must be a transformers model, or .* inside; got a ValueHead"):
+        fastdpo.prepare(model)
+    fastdpo.prepare(model.pretrained_model)
+    model = model if fused else copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"^score: model must return the output of the transformers model inside"):
+        fastdpo.score(model, **rows())
+    model.returned = lambda output: output
+    assert_close(fastdpo.score(model, **rows()).logps, own_logps(model, **rows()), absolute=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (dict(logits_to_keep=11), ValueError, "logits_to_keep must be left out, since .*; got 11"),
+        (dict(num_logits_to_keep=11), ValueError, "num_logits_to_keep must be left out"),
+        (dict(return_dict=False), ValueError, "return_dict must be left out, since .*; got False"),
+        (dict(output_hidden_states=True), ValueError, "output_hidden_states must be left out"),
+        (dict(use_cache=True), ValueError, "use_cache must be left out"),
+        (dict(past_key_values=DynamicCache()), ValueError, "past_key_values must be left out, .*; got a DynamicCache"),
+        (dict(outputs=("entropy",)), TypeError, r"outputs must be given to fastdpo.prepare; got \('entropy',\)"),
+        (dict(average_log_prob=True), TypeError, "average_log_prob must be an argument of score or of the model's"),
+    ],
+)
+def test_arguments_that_would_change_the_result_or_nothing_are_refused(given, error, message, fused):
+    model = fastdpo.prepare(tiny_model())
+    model = model if fused else copy.deepcopy(model)
+    with pytest.raises(error, match=rf"^score: {message}"):
+        fastdpo.score(model, **rows(), **given)
+    neutral = dict.fromkeys(given, None) if error is ValueError else dict(return_dict=True, use_cache=False)
+    assert_close(fastdpo.score(model, **rows(), **neutral).logps, own_logps(model, **rows()), absolute=1e-5)
+
+
+def test_arguments_of_wrappers_are_taken():
+    config, arguments = (
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+        dict(adapter_names=None, task_ids=None),
+    )
+    model = fastdpo.prepare(get_peft_model(tiny_model(), config))
+    assert_close(fastdpo.score(model, **rows(), **arguments).logps, own_logps(model, **rows()), absolute=1e-5)
+
+
 def test_building_blocks_refuse_wrapped_models():
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
     layout = fastdpo.ops.pack_pairs(*rows().values())
@@ -311,6 +377,12 @@ def test_flat_rows_and_lists(copied):
     real = batch["attention_mask"] != 0
     lists = [[x[i][real[i]].tolist() for i in range(4)] for x in (batch["input_ids"], batch["labels"])]
     assert_close(fastdpo.score(model, lists[0], labels=lists[1]).logps, expected, absolute=1e-5)
+    features = [dict(input_ids=x, labels=y) for x, y in zip(*lists, strict=True)]
+    for options in (dict(), dict(return_flash_attn_kwargs=True, return_seq_idx=True)):
+        collated = DataCollatorWithFlattening(**options)(features)
+        assert_close(fastdpo.score(model, **collated).logps, expected, absolute=1e-5)
+    with pytest.raises(ValueError, match=r"^score: position_ids must count from 0 in each row of cu_seqlens"):
+        fastdpo.score(model, **DataCollatorWithFlattening(position_ids_start=2)(features))
     with pytest.raises(ValueError, match=r"^score: position_ids must count from 0 in each row of cu_seqlens"):
         fastdpo.score(model, **{**of_flat, "position_ids": torch.arange(43)[None]})
     with pytest.raises(ValueError, match=r"^score: cu_seqlens must rise from 0 to the number of tokens, 43"):
@@ -323,13 +395,17 @@ def test_shifted_labels_are_said_by_name():
     labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
     assert_close(fastdpo.score(model, **batch, shift_labels=labels).logps[:, :-1], expected, absolute=1e-5)
     for each in (model, copy.deepcopy(model)):  # which falls back
-        with pytest.raises(ValueError, match=r"labels must not be shifted without shifted=True; got labels that are"):
+        with pytest.raises(ValueError, match=r"^score: labels must not be shifted without shifted=True; got"):
             fastdpo.score(each, **batch, labels=labels)
     fastdpo.prepare(model, shifted=True)
     assert_close(fastdpo.score(model, **batch, labels=labels).logps[:, :-1], expected, absolute=1e-5)
-    fastdpo.prepare(model, shifted=True)
-    with pytest.raises(ValueError, match=r"^score: labels must be shifted with shifted=True; got labels that are not"):
-        fastdpo.score(model, **rows())
+    for _ in range(2):  # in the first call and later
+        with pytest.raises(ValueError, match=r"^score: labels must be shifted with shifted=True; got labels that are"):
+            fastdpo.score(model, **rows())
+    fastdpo.prepare(model)
+    unshifted = rows()
+    with pytest.raises(ValueError, match=r"^score: shift_labels must be shifted with shifted=True; got labels that"):
+        fastdpo.score(model, shift_labels=unshifted.pop("labels"), **unshifted)
     with pytest.raises(ValueError, match=r"^score: labels must be given, or shift_labels in their place; got"):
         fastdpo.score(model, **batch)
 
@@ -341,6 +417,11 @@ def test_shifted_labels_are_said_by_name():
         (dict(input_ids=[["a"]], attention_mask=None), TypeError, "input_ids must be a tensor, or a list of"),
         (dict(labels=[[1, 2]]), TypeError, "labels must be a tensor"),
         (dict(labels=torch.zeros(4, 12)), TypeError, "labels must be int32 or int64"),
+        (dict(labels=torch.full((4, 12), -7)), ValueError, "labels must be -100 or"),
+        (dict(labels=torch.full((4, 12), 97)), ValueError, "labels must be -100 or"),
+        (dict(attention_mask=torch.ones(4, 11)), ValueError, r"attention_mask must be \[4, 12\]; got \[4, 11\]"),
+        (dict(attention_mask=[1]), TypeError, r"attention_mask must be a tensor; got \[1\]"),
+        (dict(attention_mask=torch.full((4, 12), 0.5)), ValueError, "attention_mask must be bool, int, or floating"),
         (dict(labels=torch.zeros(4, 11, dtype=torch.long)), ValueError, r"labels must be \[4, 12\]; got \[4, 11\]"),
         (
             dict(input_ids=torch.zeros(48, dtype=torch.long)),
@@ -362,6 +443,18 @@ def test_rows_are_checked(changes, error, message):
         fastdpo.score(fastdpo.prepare(tiny_model()), **changes)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_mean_of_a_row_without_labels_is_zero(fused):
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    model = model if fused else copy.deepcopy(model)
+    batch["labels"][2] = IGNORE_INDEX
+    scored = fastdpo.score(model, **batch)
+    assert torch.equal(scored.means()[[0, 1, 3]], (scored.sums() / scored.counts())[[0, 1, 3]])
+    assert scored.means()[2] == 0
+    scored.means().sum().backward()
+    assert all(x.isfinite().all() for x in gradients(model).values())
+
+
 @pytest.mark.parametrize("groups", ["content", "pairs"])
 def test_interleaved_rows(groups):
     model, batch = fastdpo.prepare(tiny_model(), groups=groups), rows()
@@ -371,6 +464,8 @@ def test_interleaved_rows(groups):
         assert_close(a.sums(), b.sums(), absolute=1e-5)
     with pytest.raises(ValueError, match=r"^halves: order must be one of"):
         fastdpo.score(model, **batch).halves("in turn")
+    with pytest.raises(ValueError, match=r"^ScoredRows: mean_logits must be requested, as by fastdpo.prepare"):
+        fastdpo.score(model, **batch).mean_logit()
     with pytest.raises(ValueError, match=r"^halves: rows must be pairs; got 3"):
         fastdpo.score(model, **{name: x[:3] for name, x in batch.items()}).halves()
 

@@ -1,10 +1,12 @@
 """`fastdpo.score` of models that two ranks wrap by DDP or FSDP2: the gradients are those of one process."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +18,8 @@ from tests.support.ref_logps import ranks
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 COMPILED = pytest.param("ddp compiled", marks=pytest.mark.thorough)
-WRAPPED = ["ddp", "ddp of lora", COMPILED, "ddp fallback", "fsdp2", "fsdp2 of lora", "fsdp2 of gemma2"]
+FSDP1 = pytest.param("fsdp1", marks=pytest.mark.thorough)
+WRAPPED = ["ddp", "ddp of lora", COMPILED, "ddp fallback", FSDP1, "fsdp2", "fsdp2 of lora", "fsdp2 of gemma2"]
 
 
 def build(case: str):
@@ -32,6 +35,8 @@ def wrap(case: str, model):
     if case.startswith("ddp"):
         wrapped = DistributedDataParallel(fastdpo.prepare(model))
         return torch.compile(wrapped, backend="eager") if "compiled" in case else wrapped
+    if case == "fsdp1":
+        return FullyShardedDataParallel(fastdpo.prepare(model), use_orig_params=True, device_id=torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
     base = model.base_model.model if "lora" in case else model
     for unit in (*base.model.layers, model):
@@ -56,8 +61,10 @@ def train(case: str, rank: int) -> tuple[list, dict[str, torch.Tensor], list[str
         scored = fastdpo.score(wrapped, **batch(rank, step))
         scored.sums().mean().backward()
         sums.append(scored.sums().detach())
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    is_fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True) if is_fsdp1 else nullcontext():
+        found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+        found = {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in found.items()}
     return sums, found, [path for _, _, path in (fastdpo.calls - before).elements()]
 
 
@@ -92,7 +99,7 @@ def test_two_ranks_have_the_gradients_of_one_process(case, tmp_path):
     expected = [alone(case, rank) for rank in range(2)]
     mean = {name: (x + expected[1][1][name]) / 2 for name, x in expected[0][1].items()}
     paths = ["stock"] * 3 if "fallback" in case else ["fused"] * 3
-    own = paths if "fallback" in case else ["fused", "fused", "stock" if case.startswith("ddp") else "padded"]
+    own = paths if "fallback" in case else ["fused", "fused", "padded" if case.startswith("fsdp2") else "stock"]
     for rank, (sums, gradients, taken) in enumerate(ranks(2, tmp_path, lambda rank: train(case, rank))):
         assert sorted(taken) == (sorted(own) if rank else paths)
         for x, y in zip(sums, expected[rank][0], strict=True):

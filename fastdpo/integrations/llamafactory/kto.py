@@ -71,8 +71,9 @@ class FactoryKTOLine(FactoryLine):
         if output is None:
             output = self.output_of(trainer, model, _rows(batch, prefix), batch.keys() - _KNOWN)
         if isinstance(output, ScoredRows):
-            logits = output.means() if output.mean_logits is None else output.mean_logits_of_rows()
-            return logits.detach(), output.sums(), output.means()
+            sums, means = output.sums(), output.sums() / output.counts()
+            logits = means if output.mean_logits is None else output.mean_logits_of_rows()
+            return logits.detach(), sums, means
         called = model if output is None else lambda **inputs: SimpleNamespace(logits=output.logits)
         logits, *logps = stock(trainer, called, batch, prefix)
         if state is not None and state.has_fused:  # other batches are: log the same means for this one

@@ -96,7 +96,8 @@ def score(trainer: DPOTrainer, actor: Actor, rows: Inputs, prompt_lengths: list[
         inputs["output_router_logits"] = trainer.aux_loss
     output = actor.model(**inputs, fused_lm_head=True)
     if isinstance(output, ScoredRows):
-        sums, means, aux_loss = output.sums(), output.means(), output.aux_loss
+        sums, aux_loss = output.sums(), output.aux_loss
+        means = sums / output.counts()
     else:  # logits: the call has fallen back
         from openrlhf.models.utils import log_probs_from_logits
 

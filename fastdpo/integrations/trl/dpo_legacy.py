@@ -149,7 +149,7 @@ def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: Sc
         is_zero = inputs["input_ids"][:, start:] == 0  # TRL ignores token 0
         results["nll_loss"] = tokens.within(~is_zero).rows(slice(n)).nll()
     if "ipo" in trainer.loss_type:
-        sums = tokens.means()
+        sums = sums / counts
     if trainer.args.ld_alpha is not None and not is_ref_model:
         position = torch.arange(logps.shape[1], device=logps.device)
         weights = tokens.ld_weights(trainer.args.ld_alpha, position)

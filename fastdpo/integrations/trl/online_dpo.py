@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ...models.batch import inputs_once
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..line import TrainerLine
-from ..scored_rows import ScoredRows
+from ..scored_rows import Inputs, ScoredRows
 from .gathering import of_all_ranks
 
 if TYPE_CHECKING:
@@ -83,19 +84,18 @@ class OnlineDPOLine(TrainerLine):
 
 def batch_of(
     max_length: int, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
-) -> dict[str, Tensor]:
+) -> Inputs | Reason:
     """Prompts, truncated on the left to `max_length` as in TRL, and completions, whose real tokens
-    are the labels.
-
-    If nothing of the prompts is left, TRL scores token i at position i, whose hidden state has seen
-    it.
+    are the labels; or that nothing of the prompts is left. TRL then scores a token where it was seen.
     """
     cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - max_length, 0)
+    if cut >= prompt_ids.shape[1]:
+        return Reason("truncated-prompt")
     prompt_ids, prompt_mask = prompt_ids[:, cut:], prompt_mask[:, cut:]
     targets = completion_ids.masked_fill(completion_mask == 0, IGNORE_INDEX)
     unscored = torch.full_like(prompt_ids, IGNORE_INDEX)
     return {
         "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
         "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1),
-        "labels" if prompt_ids.shape[1] else "shift_labels": torch.cat([unscored, targets], dim=1),
+        "labels": torch.cat([unscored, targets], dim=1),
     }

@@ -90,7 +90,7 @@ def results_of(line: TrainerLine, trainer: Any, completions: Tensor, rows: Score
     """
     scored = rows.within(completions)
     averages = is_orpo(line) or trainer.loss_type in ("ipo", "simpo")
-    logps = scored.means() if averages else scored.sums()
+    logps = scored.sums() / scored.counts() if averages else scored.sums()
     without_nll = getattr(trainer, "cpo_alpha", None) == 0
     nll = torch.tensor(0.0, device=logps.device) if without_nll else rows.halves()[0].nll()
     means = (half.mean_logit() for half in scored.halves())

@@ -81,7 +81,7 @@ def _probe_rows(model: PreTrainedModel, device: torch.device, longest: int, grad
     """Probes a model with rows whose longest prefix has `longest` tokens, if the model has as many positions."""
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
     ids, mask, groups = _rows(text_config(model), min(longest, limit - 16))
-    labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
+    labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)

@@ -37,7 +37,6 @@ OPTIONS = {
     "beta": (dict(beta=[0.3, 0.1], max_steps=1), dict(policy=1, reference=1)),  # stock fails in its second step
     # truncation
     "prompts cut": (dict(max_length=12, data=LONG), FULL),
-    "prompts cut away": (dict(max_length=4, data=LONG, generation_kwargs={"min_new_tokens": 4}), FULL),
     # rewards
     "reward model": (dict(rewards=reward_model), FULL | dict(reward=3)),
     "rewards": (dict(rewards=lambda: [reward_model(), reward], reward_weights=[3.0, 0.1]), FULL | dict(reward=3)),
@@ -91,6 +90,11 @@ HARNESSES = [
                 dict(data=prompts(0, 5, 3, 0) * 2),
                 ALL_STOCK,
                 "a label is scored by a padding position",
+            ),
+            "prompts that are truncated entirely": (
+                dict(max_length=4, data=LONG, generation_kwargs={"min_new_tokens": 4}),
+                ALL_STOCK,
+                "truncation has left nothing of a prompt",
             ),
             "attention dropout": (
                 dict(tiny=dict(attention_dropout=0.1), disable_dropout=False),
