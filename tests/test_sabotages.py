@@ -20,6 +20,8 @@ OTHERS = (
     "settings of the compiler",
     "adapters that are switched as by PEFT",
     "adapters that are activated where others are merged",
+    *("adapters that are replaced while they are disabled", "adapters that are set by a list which changes"),
+    "adapters outside of the transformers model",
     *(
         "hybrid models",
         "LoRA",

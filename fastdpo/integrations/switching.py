@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
-from ..models.adapters import peft_model
+from ..models.adapters import adapter_modules, peft_model
+from ..models.functions import inner_function
 from ..models.parts import find_base
 from ..models.sharding import is_sharded
 from ..models.state import MODELS, state_of
@@ -54,15 +55,31 @@ def _uninstall(model: Any) -> None:
 
 @contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
-    """The context of the model's class, which is given the status of the model and the switch of its adapters."""
-    stock, switch = type(model).disable_adapter, _switch_of(model)
+    """The context of the model's class. When it begins and when it ends, it is given the status of the model and the
+    switch of its adapters as they are then: code in the block may add adapters, and set others.
+    """
+    context = type(model).disable_adapter(model)
+
+    def end(*error: Any) -> bool | None:
+        with _knowing(model):
+            return context.__exit__(*error)
+
     with ExitStack() as stack:
-        if switch is None or {layer.disable_adapters for layer in switch.layers} != {False}:
-            stack.enter_context(stock(model))
-        else:
+        with _knowing(model):
+            context.__enter__()
+        stack.push(end)
+        yield
+
+
+@contextmanager
+def _knowing(model: Any) -> Iterator[None]:
+    """In the block, a PeftModel does without walks over its layers what the context of its class calls."""
+    switch = _switch_of(model)
+    with ExitStack() as stack:
+        if switch is not None:
             stack.enter_context(_in_tuner(model, "_enable_adapter_layers", switch.enable))
-            with temporarily(model, get_model_status=lambda: _EnabledStatus(model)):
-                stack.enter_context(stock(model))
+            if {layer.disable_adapters for layer in switch.layers} == {False}:
+                stack.enter_context(temporarily(model, get_model_status=lambda: _EnabledStatus(model)))
         yield
 
 
@@ -76,35 +93,42 @@ def set_adapter(model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Non
 class _Switch:
     """Switches adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
 
+    What PEFT sets depends on the layers, which stay the same for as long as the model does, on which adapters are to be
+    active, and on nothing that was set before. So it is set again without PEFT for the same active adapters.
+
     Args:
         layers: those with adapters.
-        remembers: whether what PEFT has set once is set again without it, as long as the layers are as they were.
+        remembers: whether what PEFT has set once is set again without it.
     """
 
     def __init__(self, layers: list[Any], remembers: bool) -> None:
-        kinds = {kind for kind in {*map(type, layers)} if remembers and _is_switched_by_peft(kind)}
         self.layers = layers
-        self._remembered = [x for x in layers if type(x) in kinds]
-        self._others = [x for x in layers if type(x) not in kinds]
+        known = {x for x in layers if remembers and _is_switched_by_peft(x)}
+        self._remembered, self._others = [x for x in layers if x in known], [x for x in layers if x not in known]
         self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
         self._requires_grad: dict[object, list[bool]] = {}
 
     def enable(self, enabled: bool = True) -> None:
         """Enables or disables all adapters."""
-        if self._repeat(enabled):
-            for layer in self._remembered:
+        active = [layer.active_adapters for layer in self._remembered]
+        way = tuple(map(tuple, active)) if enabled else None
+        if self._repeat(way):
+            for layer, names in zip(self._remembered, active, strict=True):
                 vars(layer)["_disable_adapters"] = not enabled
+                if enabled:
+                    vars(layer)["_active_adapter"] = names
             for layer in self._others:
                 layer.enable_adapters(enabled)
         else:
             for layer in self.layers:
                 layer.enable_adapters(enabled)
-            self._remember(enabled)
+            self._remember(way)
 
     def activate(self, model: Any, adapter_name: str, inference_mode: bool = False) -> None:
         """Makes an adapter the only active one."""
         tuner, way = model.base_model, (adapter_name, inference_mode)
-        is_plain = not self._others and not any(x.merged for x in self._remembered)
+        kind = getattr(tuner, "tuner_layer_cls", ())
+        is_plain = not self._others and all(isinstance(x, kind) and not x.merged for x in self._remembered)
         if is_plain and self._repeat(way):
             for layer in self._remembered:
                 vars(layer)["_active_adapter"] = [adapter_name]
@@ -126,12 +150,12 @@ class _Switch:
         self._requires_grad[way] = [x.requires_grad for x in self._tensors]
 
 
-def _is_switched_by_peft(kind: type) -> bool:
-    """Whether the layers of a class are disabled and enabled by the functions of all adapters."""
+def _is_switched_by_peft(layer: Any) -> bool:
+    """Whether a layer is disabled, enabled and given its adapter by the functions of all adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     names = "enable_adapters", "set_adapter"
-    return all(getattr(kind, name, None) is getattr(BaseTunerLayer, name) for name in names)
+    return all(inner_function(getattr(layer, name)) is getattr(BaseTunerLayer, name, None) for name in names)
 
 
 def _adapter_tensors(layer: Any) -> Iterator[Tensor]:
@@ -146,18 +170,18 @@ _switches: WeakKeyDictionary[Identity, _Switch] = WeakKeyDictionary()
 
 
 def _switch_of(model: Any) -> _Switch | None:
-    """The switch of a model's adapters as it is now, if it has a fused forward."""
+    """The switch of a model's adapters as it is now, if it has a fused forward and holds all of them."""
     base = find_base(model)
     fused = None if base is None else state_of(base)
     if base is None or base not in MODELS or fused is None:
         _uninstall(model)
         return None
+    if getattr(model.base_model, "model", None) is not base:
+        return None
     identity = fused.structure.identity(base)
     switch = _switches.get(identity)
     if switch is None:
-        # PEFT's layers have a property of this name, models of transformers a method.
-        found = identity.of_kind("disable_adapters")
-        layers = [x for x in found if isinstance(getattr(type(x), "disable_adapters", None), property)]
+        layers = [module for _, module in adapter_modules(base)]
         switch = _switches[identity] = _Switch(layers, remembers=not is_sharded(base))
     return switch
 

@@ -1,5 +1,6 @@
 """Adapters that are disabled and enabled as by PEFT, without its walks over the model."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -49,7 +50,7 @@ def test_no_layer_is_described(state, monkeypatch):
         seen = []
 
         def look():
-            attributes = {*vars(model)} - {"disable_adapter", "set_adapter"}
+            attributes = {*vars(model), *vars(model.base_model)} - {"disable_adapter", "set_adapter"}
             seen.append((trained(model), [x.disable_adapters for x in layers], model._adapters_disabled, attributes))
 
         with warnings.catch_warnings(record=True) as warned:
@@ -181,6 +182,86 @@ def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
                 assert walks == walks_of_stock
             case _:
                 assert 0 < walks < walks_of_stock
+
+
+def replace(model):
+    model.delete_adapter("default")
+    model.add_adapter("default", model.peft_config["other"])
+    model.set_adapter("default")
+    with model.disable_adapter():
+        pass
+
+
+IN_BLOCKS = {  # more of them in tests/fuzz
+    "set": lambda model: model.set_adapter("other"),
+    "replaced": replace,
+    "added": lambda model: model.add_adapter("third", model.peft_config["other"]),
+    "deleted": lambda model: model.delete_adapter("default"),
+}
+
+
+@pytest.mark.parametrize("change", IN_BLOCKS)
+def test_adapters_are_changed_while_they_are_disabled(change):
+    def run(prepares):
+        torch.manual_seed(0)
+        model = trained_adapter(tiny_model())
+        model.add_adapter("other", model.peft_config["default"])
+        if prepares:
+            fastdpo.prepare(model)
+        with model.disable_adapter():
+            pass
+        seen = []
+        for name in ("other", "default"):
+            with contextlib.suppress(ZeroDivisionError, ValueError), model.disable_adapter():
+                IN_BLOCKS[change](model)
+                seen.append(trained(model))
+                raise ZeroDivisionError
+            seen.append((trained(model), model.get_model_status()))
+            with contextlib.suppress(ValueError):
+                model.set_adapter(name)
+            with model.disable_adapter():
+                seen.append(trained(model))
+            seen.append((trained(model), model.get_model_status()))
+        return seen
+
+    assert run(True) == run(False)
+
+
+def test_adapters_are_set_by_a_list_that_changes():
+    model = trained_adapter(tiny_model())
+    model.add_adapter("other", model.peft_config["default"])
+    fastdpo.prepare(model)
+    names = ["other"]
+    model.base_model.set_adapter(names)
+    for _ in range(2):
+        with model.disable_adapter():
+            pass
+        found = {name for name, requires_grad in trained(model).items() if requires_grad}
+        assert {adapter for adapter in model.peft_config for name in found if f".{adapter}." in name} == {*names}
+        names.append("default")
+
+
+class WithHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = tiny_model(), torch.nn.Linear(1, 1)
+
+
+def test_adapters_outside_of_the_transformers_model():
+    model = fastdpo.prepare(get_peft_model(WithHead(), LoraConfig(target_modules=["q_proj", "head"])))
+    with model.disable_adapter():
+        assert {x.disable_adapters for x in adapter_layers(model)} == {True}
+    assert {x.disable_adapters for x in adapter_layers(model)} == {False}
+
+
+def test_a_layer_with_a_function_of_its_own():
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    enabled, layer = [], adapter_layers(model)[0]
+    layer.enable_adapters = enabled.append
+    for _ in range(2):
+        with model.disable_adapter():
+            pass
+    assert enabled == [False, True] * 2
 
 
 def test_policies_of_trainers(tmp_path):
