@@ -36,7 +36,7 @@ MODULES = (
 """Modules whose hooks, wrappers and objects do not change a model's outputs in evaluation mode."""
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", *TRAINERS)
-"""Packages that are known by their names and versions, wherever they are imported from."""
+"""Packages whose functions are known by their names and versions."""
 
 HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Hooks of transformers and PEFT, which add another one each time gradient checkpointing is enabled."""

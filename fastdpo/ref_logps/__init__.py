@@ -64,8 +64,7 @@ def precompute(
     was killed. Processes that compute the same values at the same time each compute them.
 
     Values are not cached, with one warning, if the directory is not writable, or if the model runs
-    hooks, forwards or other functions that do not come from an installed package, which a hash
-    cannot identify.
+    hooks, replaced forwards or other functions, or holds objects, that a hash cannot identify.
 
     With torch.distributed initialised, every rank calls this with the same arguments, computes its
     share of the values and returns all of them, whether or not ranks have a common disk. Tensor

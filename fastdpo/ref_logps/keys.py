@@ -8,26 +8,24 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..distributed import raising_on_all
 from ..models.adapters import active_adapters
 from ..models.parts import base_of
 from ..models.sharding import is_sharded
 from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
-from .module_state import ModuleStates, NotCacheable
+from .module_state import ModuleStates, NotCacheable, require_no_additions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .pairs import Pairs
 
-VERSION = "fastdpo.ref_logps/4"
+VERSION = "fastdpo.ref_logps/5"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""
 
 
@@ -51,16 +49,14 @@ def model_digest(model: PreTrainedModel) -> str:
     """Hash of a model as it would run now: its configuration, `ModuleStates` and active adapters.
 
     A model with disabled adapters has the digest of the model without them. Parameters sharded by
-    FSDP2 or ZeRO-3 are gathered one at a time, so every rank must call this. The digest does not
-    depend on the number of ranks.
+    FSDP2 or ZeRO-3 are gathered one at a time, so every rank must call this, and only if no rank has an
+    `uncacheable_reason`. The digest does not depend on the number of ranks.
 
     Raises:
-        NotCacheable: the model runs functions that cannot be identified, on any rank if it is
-            sharded.
         NotImplementedError: the values of a tensor cannot be read.
     """
     sharded = is_sharded(model)
-    states = raising_on_all(partial(ModuleStates, model), NotCacheable) if sharded else ModuleStates(model)
+    states = ModuleStates(model)
     tensors = sorted(states.tensors.items())
     different = list({id(x): (name, x) for name, x in reversed(tensors)}.values())[::-1]
     with ThreadPoolExecutor(1 if sharded else min(8, os.cpu_count() or 1)) as pool:
@@ -84,13 +80,10 @@ def uncacheable_reason(model: nn.Module) -> Reason | None:
     base = base_of(model, "precompute")
     inside = set(base.modules())
     try:
-        states = ModuleStates(base)
-        n_entries = len(states.entries)
+        ModuleStates(base)
         for name, module in model.named_modules():
             if module not in inside:  # a wrapper of the model
-                states.add_functions(name, module)
+                require_no_additions(name, module)
     except NotCacheable as error:
         return Reason("no-key", error=error)
-    if len(states.entries) == n_entries:
-        return None
-    return Reason("wrapped-reference", function=states.entries[-1])
+    return None

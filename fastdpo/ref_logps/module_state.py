@@ -1,11 +1,8 @@
-"""Everything about a model's modules that its outputs depend on: classes, tensors, attributes,
-hooks and forwards.
+"""Everything about a model's modules that its outputs depend on: classes, tensors and attributes.
 
-A class or a function is identified by its name and the version of its package. A class that is not
-installed is identified by the bytes of its file. Any other function cannot be, because it may read any
-variable, and raises `NotCacheable`. So does an object of which it is not known how to compare it.
-Functions and objects of trainers and engines (accelerate, PEFT, FSDP2, fastdpo) do not change a model's
-outputs and are left out.
+A class is identified by its name, the bytes of its file and the version of its package. Hooks, forwards that
+replace that of a class, and objects that are not known raise `NotCacheable`. Those of trainers and
+engines (accelerate, PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out.
 """
 
 from __future__ import annotations
@@ -13,39 +10,37 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import site
 import sys
-import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
-from ..models.functions import closure_contents, inner_function
+from ..models.functions import closure_contents, inner_function, name_of, wrapped_in
 from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
-from .digests import config_digest
+from .digests import canonical_json, config_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD}
+KERNELS = "_kernel_funcs"
+"""The attribute that holds functions of a modeling file as modules, where the package `kernels` is installed."""
 
-_TENSOR_PARALLELISM = ("transformers.distributed", "transformers.integrations.tensor_parallel")
-"""The modules of transformers whose objects run a layer's part on each rank. Their attributes say how."""
+IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD, KERNELS}
 
-PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_DECORATORS = (*MODULES, "transformers.modeling_rope_utils")
+"""The modules of what decorates forwards in modeling files."""
 
-_NEUTRAL = object()
-"""Marks values that a model's outputs do not depend on."""
+_COLLECTIONS = (Mapping, list, tuple, set, frozenset)
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
 class NotCacheable(NotImplementedError):
@@ -63,8 +58,7 @@ class ModuleStates:
         entries: everything else, as values that JSON can represent.
 
     Raises:
-        NotCacheable: a module runs a function, or holds an object, that does not come from an
-            installed package.
+        NotCacheable: a module runs a function, or holds an object, that is not known.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -72,35 +66,11 @@ class ModuleStates:
 
         self.tensors: dict[str, Tensor] = {}
         self.entries: list[object] = []
-        self._classes: dict[type, list[object]] = {}
+        self._classes: dict[type, str] = {}
         declared = {name for name in dir(PreTrainedModel) if not callable(getattr(PreTrainedModel, name, None))}
         self._declared = {nn.Module: set(vars(nn.Module())), PreTrainedModel: declared}
-        self._seen = set(map(id, model.modules()))  # modules held as plain attributes are added
-        self._config = model.config
-        for hook in (
-            *hooks_of_all_modules._global_forward_hooks.values(),
-            *hooks_of_all_modules._global_forward_pre_hooks.values(),
-        ):
-            self._add("every module", "a hook", self._functions("every module", hook))
-        self._visit(model, "")
-        for name, state in adapter_states(model):
-            self._add(name, "adapters", self._value(name, state))
-
-    def add_functions(self, name: str, module: nn.Module) -> None:
-        """Adds a module's hooks, and the forwards that replace that of its class."""
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._add(name, "a hook", self._functions(name, hook))
-        attributes = vars(module)
-        replaced = [attributes[x] for x in ("forward", "_old_forward", "_original_forward") if x in attributes]
-        fused: Any = attributes.get(FUSED_FORWARD)
-        while fused is not None:
-            replaced.append(fused.prior_forward)
-            fused = fused.inner
-        of_class = self._functions(name, type(module).forward) if replaced else []
-        for forward in replaced:
-            self._add(name, "forward", [x for x in self._functions(name, forward) if x not in of_class])
-
-    def _visit(self, model: nn.Module, prefix: str) -> None:
+        for hooks in (hooks_of_all_modules._global_forward_hooks, hooks_of_all_modules._global_forward_pre_hooks):
+            _require_known("every module", hooks.values())
         is_inactive = inactive_names(model)
         adapters = {id(module) for _, module in adapter_modules(model)}
         names, wrappers = {"": ""}, set()
@@ -109,130 +79,125 @@ class ModuleStates:
                 parent, _, own = path.rpartition(".")
                 inside = parent in wrappers and own in WRAPPED
                 names[path] = names[parent] if inside else f"{names[parent]}.{own}".removeprefix(".")
-            if is_inactive(names[path]):
+            name = names[path]
+            if is_inactive(name):
                 continue
-            name = prefix + names[path]
             for own, x in (*module._parameters.items(), *module._buffers.items()):
-                tensor = f"{names[path]}.{own}".removeprefix(".")
+                tensor = f"{name}.{own}".removeprefix(".")
                 if x is not None and not is_inactive(tensor):
-                    self.tensors[prefix + tensor] = x
-            if id(module) in adapters or (WRAPPED & module._modules.keys() and is_of(_source(type(module)), MODULES)):
+                    self.tensors[tensor] = x
+            if id(module) in adapters or (WRAPPED & module._modules.keys() and is_of(type(module).__module__, MODULES)):
                 wrappers.add(path)
             else:
-                self._module(name, module)
-            self.add_functions(name, module)
+                self.entries.append([name, *self._module(name, module)])
+            for each in (module, *vars(module).get(KERNELS, {}).values()):
+                require_no_additions(name, each)
+        self.entries += [[name, self._value(name, state)] for name, state in adapter_states(model)]
 
-    def _module(self, name: str, module: nn.Module) -> None:
-        self._add(name, "class", self._class(name, _own_class(module)))
-        if isinstance(module, nn.Sequential):
-            self._add(name, "order", list(module._modules))
-        self._add(name, "precision", _precision(module))
-        attributes = vars(module)
-        dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
+    def _module(self, name: str, module: nn.Module) -> list[object]:
         declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
-        for attribute in sorted(attributes.keys() - declared - IRRELEVANT - dropout):
-            if not attribute.startswith(COUNTERS):
-                self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
+        dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
+        attributes = {
+            attribute: self._value(f"{name}.{attribute}", x)
+            for attribute, x in vars(module).items()
+            if attribute not in declared | IRRELEVANT | dropout
+            and not attribute.startswith(COUNTERS)
+            and not _is_harmless(x)
+        }
+        return [self._class(name, _own_class(module)), [*module._modules], _precision(module), attributes]
 
-    def _add(self, name: str, what: str, value: object) -> None:
-        if value is not _NEUTRAL and value != []:
-            self.entries.append([name, what, value])
-
-    def _class(self, where: str, kind: type) -> list[object]:
-        """Identifies a class by its name, the version of its package, and its forward, which may have been
-        replaced. One that is not installed by the bytes of its file, and so are those that it inherits from.
-        """
+    def _class(self, where: str, kind: type) -> str:
+        """Hash of the names and files of a class and those that it inherits from, and of the name of its forward."""
         if kind not in self._classes:
-            names, files = [], set()
+            found: list[object] = []
             for base in kind.__mro__:
-                file, source = _file(base), _source(base)
-                names.append(f"{base.__module__}.{base.__qualname__}")
-                if source is not None:
-                    names.append(version_of(source))
-                    break
-                if file is None:
-                    raise NotCacheable(f"{where or 'the model'} is a {kind.__qualname__}, which no file defines")
-                files.add(file)
-                names.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
-            if hasattr(kind, "forward"):
-                names.append(self._functions(where, kind.forward, files))
-            self._classes[kind] = names
+                if base.__module__ not in sys.builtin_module_names:
+                    file = _file(base)
+                    if file is None:
+                        raise NotCacheable(f"{where or 'the model'} is a {kind.__qualname__}, which no file defines")
+                    code = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                    found.append([base.__module__, base.__qualname__, version_of(base.__module__), code])
+            owner: Any = next((base for base in kind.__mro__ if "forward" in vars(base)), None)
+            if owner is not None:
+                _require_known(where, [owner.forward], file=_file(owner), modules=_DECORATORS)
+                found.append(name_of([*wrapped_in(owner.forward)][-1]))
+            self._classes[kind] = hashlib.sha256(canonical_json(found).encode()).hexdigest()
         return self._classes[kind]
 
-    def _functions(self, where: str, function: Any, own_files: Collection[str] = ()) -> list[object]:
-        """Identifies a function and those inside it, without neutral ones: each by its name and by what it is bound
-        to.
-
-        Args:
-            where: the module that runs it.
-            function: a function, or another object that can be called.
-            own_files: files that the key depends on, which identify the functions in them.
-        """
-        found: list[object] = []
-        for x, bound in _functions_inside(function):
-            if isinstance(x, FunctionType):
-                file = x.__code__.co_filename
-                source = _installed(file)
-                if source is None and (file not in own_files or {*x.__code__.co_freevars} - {"__class__"}):
-                    raise NotCacheable(f"{where or 'the model'} runs {_described(x.__code__)}")
-                bound = [] if source is None else bound
-            elif isinstance(x, BuiltinFunctionType):
-                source = x.__module__
-            else:  # an object that can be called
-                source, bound = _source(type(x)), [x]
-            if not is_of(source, MODULES):
-                name = [source, getattr(x, "__qualname__", type(x).__qualname__), version_of(source)]
-                value = self._value(where, bound)
-                found += [name] if value is _NEUTRAL else [name, [*name, value]]
-        return found
-
     def _value(self, where: str, x: Any) -> object:
-        """A value of a known class as JSON. Others raise `NotCacheable`."""
+        """A value of a known class as JSON."""
+        from transformers import PretrainedConfig
+
         if x is None or isinstance(x, (bool, int, float, str)):
             return x
-        if isinstance(x, (torch.dtype, Enum)):
+        if isinstance(x, (torch.dtype, torch.device, Enum)):
             return repr(x)
         if isinstance(x, Tensor):
             self.tensors[where] = x
             return "tensor"
-        if isinstance(x, (Mapping, list, tuple, set, frozenset)):
-            return self._items(where, x)
-        if isinstance(x, (*PYTHON_FUNCTIONS, BuiltinFunctionType)):
-            return self._functions(where, x) or _NEUTRAL
-        if isinstance(x, type):  # the forward of an installed one may refer to itself
-            return f"{x.__module__}.{x.__qualname__}" if _source(x) else self._class(where, x)
-        return self._object(where, x)
-
-    def _items(self, where: str, x: Any) -> object:
+        if isinstance(x, Mapping):
+            return {repr(name): self._value(f"{where}.{name}", y) for name, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [self._value(f"{where}.{i}", y) for i, y in enumerate(x)]
         if isinstance(x, (set, frozenset)):
-            return sorted(str(self._value(where, item)) for item in x)
-        named = x.items() if isinstance(x, Mapping) else enumerate(x)
-        values = {name: self._value(f"{where}.{name}", item) for name, item in named}
-        kept = {name if isinstance(name, str) else repr(name): y for name, y in values.items() if y is not _NEUTRAL}
-        return kept if kept or not x else _NEUTRAL
-
-    def _object(self, where: str, x: Any) -> object:
-        from transformers import PretrainedConfig
-
-        source = _source(type(x))
-        if isinstance(x, PretrainedConfig) and x is not self._config:
+            return sorted(str(self._value(where, y)) for y in x)
+        if isinstance(x, PretrainedConfig):
             return config_digest(x)
-        if isinstance(x, nn.Module) and id(x) not in self._seen:
-            self._seen.update(map(id, x.modules()))
-            self._visit(x, f"{where}.")
-        if isinstance(x, (PretrainedConfig, nn.Module, torch.device)) or is_of(source, MODULES):
-            return _NEUTRAL
-        if isinstance(x, Placement):
-            return repr(x)
-        if is_of(source, _TENSOR_PARALLELISM):
-            return [self._class(where, type(x)), self._value(where, vars(x))]
+        if isinstance(x, type):
+            return self._class(where, x)
+        if isinstance(x, functools.partial):
+            return [self._value(where, y) for y in (x.func, x.args, x.keywords)]
+        if _is_harmless(x):
+            return name_of(type(x))
+        if isinstance(x, (FunctionType, BuiltinFunctionType)):
+            module, line = _module_of(x), x.__code__.co_firstlineno if isinstance(x, FunctionType) else None
+            if not is_of(module, LIBRARIES) or getattr(x, "__closure__", None):
+                raise NotCacheable(f"{where} runs {_described(x)}")
+            return [module, x.__qualname__, line, version_of(module)]
         raise NotCacheable(f"{where} holds a {type(x).__qualname__}")
 
 
-def _functions_inside(function: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """A function and those that it wraps, is bound to or closes over, each with the other values that it is bound to.
-    A bound method and a partial function count as the function inside them.
+def require_no_additions(name: str, module: nn.Module) -> None:
+    """Raises `NotCacheable` for a hook on a module, or a forward in the place of that of its class, that is not one of
+    a trainer or of an engine.
     """
+    _require_known(name, [*module._forward_pre_hooks.values(), *module._forward_hooks.values()])
+    attributes = vars(module)
+    replaced = [attributes[x] for x in ("forward", "_old_forward", "_original_forward") if x in attributes]
+    fused: Any = attributes.get(FUSED_FORWARD)
+    while fused is not None:
+        replaced.append(fused.prior_forward)
+        fused = fused.inner
+    _require_known(name, replaced, known=_inside(type(module).forward) if replaced else ())
+
+
+def _require_known(
+    where: str,
+    functions: Iterable[Any],
+    known: Iterable[Any] = (),
+    file: str | None = None,
+    modules: tuple[str, ...] = MODULES,
+) -> None:
+    """Raises `NotCacheable` for the first function, or the first one inside, that is neither among the known ones, nor
+    written in this file without closing over values, nor of one of these modules.
+    """
+    ids = {id(x) for x in known}
+    for x in (x for function in functions for x in _inside(function)):
+        code = getattr(x, "__code__", None)
+        is_here = code is not None and code.co_filename == file and {*code.co_freevars} <= {"__class__"}
+        if not is_here and id(x) not in ids and not is_of(_module_of(x), modules):
+            raise NotCacheable(f"{where or 'the model'} runs {_described(x)}")
+
+
+def _is_harmless(x: Any) -> bool:
+    """Whether an object is one of a trainer or of an engine, or a collection of such objects."""
+    if isinstance(x, _COLLECTIONS):
+        return bool(x) and all(map(_is_harmless, x.values() if isinstance(x, Mapping) else x))
+    return all(is_of(_module_of(each), MODULES) for each in _inside(x))
+
+
+def _inside(function: Any) -> Iterator[Any]:
+    """A function and those that it wraps, is bound to or closes over."""
     pending, seen = [function], {}
     while pending:
         x = pending.pop()
@@ -240,17 +205,29 @@ def _functions_inside(function: Any) -> Iterator[tuple[Any, list[Any]]]:
             continue
         seen[id(x)] = x
         if isinstance(x, functools.partial):
-            bound = [x.func, *x.args, *x.keywords.items()]
+            bound = [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, MethodType):
-            bound = [x.__func__, x.__self__]
+            bound = [x.__func__]
         elif isinstance(x, FunctionType):
-            bound = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items(), *closure_contents(x)]
+            bound = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *closure_contents(x)]
         else:
             bound = []
         wrapped = getattr(x, "__wrapped__", None)
         pending += [] if wrapped is None else [wrapped]
-        pending += [each for each in bound if isinstance(each, PYTHON_FUNCTIONS)]
-        yield inner_function(x), [each for each in bound if not isinstance(each, PYTHON_FUNCTIONS)]
+        pending += [each for each in bound if isinstance(each, _FUNCTIONS)]
+        yield inner_function(x)
+
+
+def _module_of(x: Any) -> str:
+    """The module that a function, or the class of another object, was written in. `functools.wraps` changes neither."""
+    if isinstance(x, FunctionType):
+        return x.__globals__.get("__name__") or ""
+    return str(x.__module__) if isinstance(x, BuiltinFunctionType) else type(x).__module__
+
+
+def _described(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else f"a {name_of(function)}"
 
 
 def _own_class(module: nn.Module) -> type:
@@ -260,50 +237,24 @@ def _own_class(module: nn.Module) -> type:
 
 
 def _precision(module: nn.Module) -> object:
-    """The dtypes that FSDP2 casts to, if it does."""
+    """The dtypes that FSDP2 casts to, or None."""
     if not isinstance(module, FSDPModule):
-        return _NEUTRAL
+        return None
     policy = module._get_fsdp_state()._mp_policy
     dtypes = (policy.param_dtype, policy.output_dtype)
-    return _NEUTRAL if dtypes == (None, None) else [str(dtypes), policy.cast_forward_inputs]
-
-
-def _described(code: CodeType) -> str:
-    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    return None if dtypes == (None, None) else [str(dtypes), policy.cast_forward_inputs]
 
 
 def _file(kind: type) -> str | None:
     return getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
-def _source(kind: type) -> str | None:
-    """The module that defines a class, if it is built in or installed."""
-    return kind.__module__ if kind.__module__ in sys.builtin_module_names else _installed(_file(kind))
-
-
 @functools.cache
-def version_of(module: str | None) -> str | None:
-    """The version of the package of an installed module. None for the standard library, and for a file of one's own."""
-    package = str(module).partition(".")[0]
+def version_of(module: str) -> str | None:
+    """The version of the package of a module. None for the standard library, and for a file of one's own."""
+    package = module.partition(".")[0]
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # the distribution has another name
         version = getattr(sys.modules.get(package), "__version__", None)
     return version and str(version).partition("+")[0]
-
-
-@functools.cache
-def _installed(file: str | None) -> str | None:
-    """The dotted module name of a file of an installed package, or None
-    for any other file, such as a script.
-    """
-    if file is None:
-        return None
-    libraries = [(name, root) for name in LIBRARIES for root in getattr(sys.modules.get(name), "__path__", ())]
-    scheme = sysconfig.get_paths()
-    sites = [scheme["purelib"], scheme["platlib"], *site.getsitepackages(), site.getusersitepackages()]
-    for name, root in (*libraries, *(("", root) for root in (*sites, scheme["stdlib"], scheme["platstdlib"]))):
-        if Path(file).is_relative_to(root):
-            parts = Path(file).relative_to(root).with_suffix("").parts
-            return ".".join(part for part in (name, *parts) if part not in ("", "__init__"))
-    return None

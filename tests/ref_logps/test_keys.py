@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 from trl import DPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
@@ -68,6 +68,12 @@ def two_swapped(model):
     return model
 
 
+def reordered(model):
+    layers = model.model.layers._modules
+    layers["0"] = layers.pop("0")
+    return model
+
+
 def transposed(model):
     linear = model.model.layers[0].self_attn.q_proj
     linear.weight.data = linear.weight.data.view(16, 64).view(32, 32).T.contiguous()
@@ -102,11 +108,12 @@ OTHER = {
     "norm's epsilon by attribute": lambda: dict(model=with_attribute("model.norm.variance_epsilon", 1e-2)),
     "activation": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU())),
     "activation's option": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU("tanh"))),
-    "function of a library": lambda: dict(model=with_attribute("model.layers.0.mlp.forward", torch.nn.functional.silu)),
-    "another one": lambda: dict(model=with_attribute("model.layers.0.mlp.forward", torch.nn.functional.gelu)),
+    "function of a library": lambda: dict(model=with_attribute("model.norm.act", torch.nn.functional.silu)),
+    "another one": lambda: dict(model=with_attribute("model.norm.act", torch.nn.functional.gelu)),
     "its options": lambda: dict(
-        model=with_attribute("model.layers.0.mlp.forward", partial(torch.nn.functional.gelu, approximate="tanh"))
+        model=with_attribute("model.norm.act", partial(torch.nn.functional.gelu, approximate="tanh"))
     ),
+    "order of layers": lambda: dict(model=reordered(tiny_model())),
     "weight": lambda: dict(model=one_weight(tiny_model())),
     "swapped weights": lambda: dict(model=two_swapped(tiny_model())),
     "transposed weight": lambda: dict(model=transposed(tiny_model())),
@@ -340,6 +347,8 @@ def test_a_replaced_forward_of_a_class(tmp_path, monkeypatch):
     assert "model.layers.0.mlp runs doubled_after" in (keys.uncacheable_reason(tiny_model()) or "")
     monkeypatch.undo()
     monkeypatch.setattr(LlamaMLP, "forward", MistralMLP.forward)
+    assert "model.layers.0.mlp runs MistralMLP.forward" in (keys.uncacheable_reason(tiny_model()) or "")
+    monkeypatch.setattr(LlamaMLP, "forward", LlamaRMSNorm.forward)  # of the same file
     assert keys.model_digest(tiny_model()) != plain
 
 
@@ -360,7 +369,17 @@ def test_a_function_of_a_library_is_identified_by_what_it_is_bound_to():
     assert len({bound(1, 2), bound(1, 3), bound(1, 2, 3)}) == 3
     assert bound(1, 2) == bound(1, 2)
     assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.queue", deque())) or "")
-    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.pad", partial(max, deque()))) or "")
+    pad = partial(torch.nn.functional.pad, deque())
+    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.pad", pad)) or "")
+
+
+def test_a_function_that_the_package_kernels_has_made_a_module():
+    """It is no part of the model. A kernel replaces its forward."""
+    model, rotate = tiny_model(), torch.nn.Identity()
+    vars(model.model.norm)["_kernel_funcs"] = {"rotate": rotate}
+    assert keys.model_digest(model) == keys.model_digest(tiny_model())
+    rotate.forward = doubled
+    assert "model.norm runs doubled" in (keys.uncacheable_reason(model) or "")
 
 
 def test_a_global_hook_on_all_modules():
