@@ -129,7 +129,7 @@ def product_unit(device: torch.device) -> float:
     """The relative error of float32 products on a device: of float32, or of TF32, which is measured, since a bound
     of a probe may not be too wide.
     """
-    x = torch.randn(64, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x = torch.randn(64, 64, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     exact = x.double() @ x.double()
     product = (x.to(device) @ x.to(device)).cpu()
     return max(FLOAT32, ((product - exact).norm() / exact.norm()).item())

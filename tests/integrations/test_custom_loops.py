@@ -300,6 +300,21 @@ def test_a_model_that_accelerate_has_prepared(accelerator):
     assert torch.equal(scored["logps"], expected)
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1"])  # the functions of mixers are probed, too
+def test_another_default_dtype(name, default_dtype):
+    """Of the process, by which tensors of probes would be made, too."""
+    model, batch, scored = fastdpo.prepare(tiny_family(name).float()), rows(), {}
+    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
+    assert_close(scored["logps"], own_logps(model, **batch), absolute=1e-5)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_auxiliary_loss_of_routers(fused):
     model, batch = tiny_family("qwen3_moe"), rows()

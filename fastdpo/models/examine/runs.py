@@ -131,7 +131,7 @@ def _sketch(name: str, gradient: Tensor) -> Tensor:
         return gradient.float().flatten().cpu()
     rows = gradient.flatten(0, -2)
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows.device) * 2.0 - 1
+    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows.device).float() * 2 - 1
     size = max(1, PIECE // rows.shape[1])
     return torch.stack([s @ x.float() for s, x in zip(signs.split(size), rows.split(size), strict=True)]).sum(0).cpu()
 

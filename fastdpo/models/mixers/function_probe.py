@@ -124,4 +124,4 @@ def _rows() -> list[list[int]]:
 def _randoms(device: torch.device) -> Callable[..., Tensor]:
     """Draws tensors of given sizes, the same ones each time."""
     generator = torch.Generator("cpu").manual_seed(0)
-    return lambda *sizes: torch.randn(*sizes, generator=generator, device="cpu").to(device)
+    return lambda *sizes: torch.randn(*sizes, generator=generator, dtype=torch.float32, device="cpu").to(device)
