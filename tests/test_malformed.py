@@ -30,7 +30,6 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
 LABELS = torch.tensor([[-100, -100, 5, 6], [-100, -100, 7, -100]])
 LAYOUT = ops.pack_pairs(IDS, MASK, LABELS)
 ROWS = torch.tensor([[0, 0, 0, 3], [0, 3, 3, 2]], dtype=torch.int32)
-EMBEDDING = torch.nn.Embedding(9, 4)
 DATASET = [dict(prompt_ids=[3, 4], chosen_ids=[5], rejected_ids=[6, 7])]
 MODEL = LlamaForCausalLM(
     LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
@@ -275,9 +274,6 @@ FUNCTIONS = {
         ),
     ),
     "pack_pairs": Function(ops.pack_pairs, dict(**BATCH, share=(True, FLAG)), ("pack",)),
-    "verify_packed": Function(
-        lambda **batch: ops.verify_packed(EMBEDDING, lambda ids, *_: EMBEDDING(ids), **batch), dict(**BATCH), ("pack",)
-    ),
     "Layout.pack": Function(LAYOUT.pack, dict(padded=(IDS, required(ANY_DTYPE)))),
     "Layout.unpack": Function(LAYOUT.unpack, dict(scored=(FLOATS[:3], required(ANY_DTYPE)))),
     "preference_loss": Function(

@@ -61,7 +61,7 @@ OTHERS = (
     "checkpointing that is enabled again without one more hook",
     *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),
     *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),
-    *("models that a trainer stores elsewhere", "losses of other trainers", "layers of a custom model"),
+    *("models that a trainer stores elsewhere", "losses of other trainers"),
     *("tokens that are learned", "tokens that are learned once"),
     "parameters written to modules",
     *("slopes of losses of pairs", "ranks choose alike"),

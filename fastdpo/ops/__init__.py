@@ -11,7 +11,6 @@ from types import ModuleType
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import definitions
-from .attention.custom_layers import verify_packed
 from .attention.packed_attention import packed_attention
 from .head.linear_logps import MEMORY_BUDGET, linear_logps
 from .head.results import SequenceLogps, TokenLogps
@@ -43,7 +42,6 @@ __all__ = [
     "preference_loss",
     "sequence_logps",
     "token_logps",
-    "verify_packed",
     "wpo_weights",
 ]
 
