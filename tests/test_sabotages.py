@@ -52,6 +52,7 @@ OTHERS = (
     "models that change and change back",
     "graphs of all lengths",
     "compiled layers in verified calls",
+    "backward passes of compiled layers that run again",
     "recordings that are compared on another batch than they were made of",
     *("activations of another replay", "what a recording has baked in", "a replay that differs"),
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),

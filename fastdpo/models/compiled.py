@@ -231,10 +231,27 @@ def _compiling(layers: CompiledLayers, arguments: list[Any]) -> Iterator[None]:
         varying = [2] if is_layout(x) else [i for i in range(1, x.dim()) if x.shape[i] == tokens][:1]
         torch._dynamo.maybe_mark_dynamic(x, varying)
     start = time.perf_counter()
-    with torch._dynamo.config.patch({name: CONFIG[name] for name in CONFIG if hasattr(torch._dynamo.config, name)}):
+    settings = {name: CONFIG[name] for name in CONFIG if hasattr(torch._dynamo.config, name)}
+    with torch._dynamo.config.patch(settings), _keeping_activations():
         yield
     layers.runs += 1
     layers.seconds += time.perf_counter() - start
+
+
+@contextmanager
+def _keeping_activations() -> Iterator[None]:
+    """In the block, torch makes graphs whose backward can run again (`retain_graph=True`): otherwise it would write to
+    activations. A setting for that (`donated_buffer`) would have to hold in each backward, and for all graphs.
+    """
+    module: Any = sys.modules.get("torch._functorch._aot_autograd.graph_compile")
+    collect = getattr(module, "collect_bw_donated_buffer_idxs", None)
+    if collect is not None:
+        module.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        yield
+    finally:
+        if collect is not None:
+            module.collect_bw_donated_buffer_idxs = collect
 
 
 def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

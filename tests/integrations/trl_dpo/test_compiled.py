@@ -155,6 +155,28 @@ def test_same_training(both, monkeypatch, options, checkpointing):
     assert graphs() > 1
 
 
+def test_graphs_that_are_differentiated_again(monkeypatch):
+    """torch would let a backward write to the activations of its graph. Functions of others keep that."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    others = torch.compile(lambda x: (x.sin() @ x).cos(), backend="aot_eager")
+
+    def gradients_of(model):
+        batch, trained = rows(), [*model.parameters()]
+        sums = fastdpo.score(model, **batch).sums()
+        found = [torch.autograd.grad(x, trained, retain_graph=True) for x in (sums[0], sums[1], sums.sum())]
+        return [x for each in (*found, torch.autograd.grad(sums.sum(), trained)) for x in each]
+
+    expected = gradients_of(fastdpo.prepare(tiny_model()))
+    model = fastdpo.prepare(tiny_model(), compile=True)
+    for a, b in zip(gradients_of(model), expected, strict=True):
+        assert_close(a, b)
+    assert graphs() == 1
+    others(torch.ones(3, 3, requires_grad=True)).sum().backward()
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        others(torch.ones(3, 3, requires_grad=True)).sum().backward(retain_graph=True)
+    fastdpo.restore(model)
+
+
 def with_wrong_code(graph, inputs):
     """A backend whose layers return what is wrong by a thousandth."""
     return lambda *args: [1.001 * x if x.is_floating_point() else x for x in graph.forward(*args)]
