@@ -46,9 +46,11 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "lengths": {"checks", "data"},
     "batching": {"checks", "data", "lengths", "prefix_tree"},
     "ops.devices": set(),
+    "ops.second_derivatives": set(),
     "ops.choice": {"accuracy", "atomic_files", "logs", "ops.devices"},
-    "ops.head": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "packing"},
-    "ops.attention": {"accuracy", "checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.head", "packing"},
+    "ops.head": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.second_derivatives", "packing"},
+    "ops.attention": {"accuracy", "checks", "kernels", "logs", "packing"}
+    | {"ops.choice", "ops.devices", "ops.head", "ops.second_derivatives"},
     "ops.losses": {"checks", "ops.devices", "ops.head", "packing"},
     "ops.definitions": {"ops.attention", "ops.head", "ops.losses"},
     "ops.reference": {"logs", "ops.definitions"},

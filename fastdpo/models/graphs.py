@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +106,7 @@ class Recording:
         state: of the model, as `_Basis.state` returns it.
 
     Attributes:
-        state: as given.
+        backbone, state: as given.
         used: the trained parameters that get gradients.
         memory: for what the passes compute.
         hidden: [1, T, D], the states of the tokens of the latest replay.
@@ -119,7 +118,7 @@ class Recording:
     """
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
-        self.state, self.memory = state, memories[bool(trained)]
+        self.backbone, self.state, self.memory = backbone, state, memories[bool(trained)]
         self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
         self._rows = rows_in(self._inputs)
         self._rows.room = room
@@ -189,14 +188,19 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recording, inputs, index, *used):
+        device = recording.hidden.device.type
         ctx.recording, ctx.inputs = recording, inputs
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(index, *used)  # whose versions are compared before the backward
         return recording.run_forward(ctx).index_select(0, index)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        recording, (index, *_) = ctx.recording, ctx.saved_tensors
+        recording, (index, *used) = ctx.recording, ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again
+            with torch.autocast(*ctx.autocast):
+                hidden = run_layers(recording.backbone, ctx.inputs)[0].index_select(0, index)
+            return None, None, None, *torch.autograd.grad(hidden, used, grad, create_graph=True)
         if recording.memory.owner is not ctx:  # another replay, or an earlier backward
             recording.fill(ctx.inputs)
             recording.run_forward(ctx)

@@ -1,8 +1,8 @@
 """The definition of every op: eager PyTorch for any dtype and device, a few lines each.
 
 The tests compare each op with these definitions: in float64 they are the exact values, and in the
-op's dtype they give the error of plain PyTorch. They are neither fast nor memory-efficient, and the
-library calls them only to check itself.
+op's dtype they give the error of plain PyTorch. They are neither fast nor memory-efficient. The
+library calls them to check itself, and for gradients that are differentiated again.
 """
 
 from .attention.definitions import packed_attention

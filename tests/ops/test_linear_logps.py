@@ -504,6 +504,7 @@ def test_gradcheck(name, mode):
         return results.logps, results.entropy
 
     assert torch.autograd.gradcheck(outputs, leaves)
+    assert torch.autograd.gradgradcheck(outputs, leaves)
 
 
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -424,6 +424,21 @@ def test_gradcheck(features, heads, path):
         return packed_attention(query, key, value, rows, sinks=sinks, **options)
 
     assert torch.autograd.gradcheck(op, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(op, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_can_be_differentiated_again(dtype):
+    """Where one tensor is key and value, too."""
+    rows = rows_of(GROUPS["pairs"])
+    query, key, _, upstream = attention_inputs(rows, "grouped", dtype)
+    leaves, given = (query.requires_grad_(), key.requires_grad_()), []
+    for create_graph in (False, True):
+        out = packed_attention(query, key, key, rows)
+        given.append(torch.autograd.grad(out, leaves, upstream, create_graph=create_graph))
+    for plain, again in zip(*given, strict=True):
+        assert again.requires_grad
+        assert error(again, plain) < 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])

@@ -148,8 +148,10 @@ def test_gradcheck():
     def given(logits):
         return sequence_logps(logits, **fixed, **TRANSFORM).logps
 
-    assert torch.autograd.gradcheck(linear, leaves)
-    assert torch.autograd.gradcheck(given, torch.randn(5, 7, dtype=torch.float64, requires_grad=True))
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(linear, leaves)
+        assert check(given, logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

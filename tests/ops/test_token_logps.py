@@ -363,6 +363,7 @@ def test_gradcheck(option):
         return results.logps, results.entropy
 
     assert torch.autograd.gradcheck(outputs, (logits.requires_grad_(),))
+    assert torch.autograd.gradgradcheck(outputs, (logits,))
 
 
 def test_non_differentiable_statistics_require_no_grad():

@@ -29,8 +29,10 @@ def packed_attention(
     or `softcap * tanh(scale * q.k / softcap)`. The sink of a head is one more score in its softmax,
     without a value.
     """
-    visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     paths: list[list[int]] = []  # of each token, those from the first of its row to itself
+    outputs = [query.new_empty(0, query.shape[1], value.shape[2])]
     for prefix, prefix_length, own, own_length in rows.tolist():
         end = own + own_length
         is_island = prefix + prefix_length == end
@@ -40,13 +42,12 @@ def packed_attention(
         position = torch.arange(len(seen), device=query.device)
         distance = position[before:, None] - position  # [own_length, len(seen)]
         in_window = distance < (len(seen) if window is None else window)
-        visible[own:end, seen] = ((distance >= 0) | is_island) & in_window
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
+        scores = torch.einsum("qhd,khd->hqk", query[own:end], key[seen])  # [H, own_length, len(seen)]
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~(((distance >= 0) | is_island) & in_window), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, own_length, 1)], -1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(seen)], value[seen]))
+    return torch.cat(outputs)

@@ -21,14 +21,16 @@ size of values, S rows of the layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import is_traced
-from . import routes
+from ..devices import accumulation_dtype, is_traced
+from ..second_derivatives import gradients_of_definition
+from . import definitions, routes
 from .device_layout import OP, AttentionOptions
 from .pieces import empty_outputs, merge
 from .routes import Prepared
@@ -154,15 +156,20 @@ class _PackedAttention(torch.autograd.Function):
             out, lse = _fwd_op(*tensors, rows, sinks, *options)
         else:
             out, lse, ctx.prepared = _forward(*tensors, rows, sinks, options)
-        ctx.save_for_backward(*tensors, out, lse, rows, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
         return out.unsqueeze(0) if ctx.of_model else out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, lse, rows, sinks = ctx.saved_tensors
+        *given, out, lse, rows, sinks = ctx.saved_tensors
+        if torch.is_grad_enabled() and not is_traced():
+            needs, define = ctx.needs_input_grad, functools.partial(_defined, rows, ctx.options)
+            *gradients, dsinks = gradients_of_definition(define, (*given, sinks), (*needs[:3], needs[4]), [grad])
+            return *gradients, None, dsinks, None
+        query, key, value = map(_by_token, given)
         grad = grad.squeeze(0) if ctx.of_model else grad
         inputs = grad, query, key, value, out, lse
-        if ctx.prepared is None or is_traced() or torch.is_grad_enabled():
+        if ctx.prepared is None or is_traced():
             *gradients, dsinks = _bwd_op(*inputs, rows, sinks, *ctx.options)
         else:
             gradients = _backward(inputs, rows, ctx.options, ctx.prepared)
@@ -170,6 +177,15 @@ class _PackedAttention(torch.autograd.Function):
         if ctx.of_model:
             gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)
         return *gradients, None, None if sinks is None else dsinks, None
+
+
+def _defined(
+    rows: Tensor, options: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor]:
+    """The result by the op's definition, in the dtype of its sums."""
+    q, k, v = (_by_token(x).to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+    out = definitions.packed_attention(q, k, v, rows.flatten(0, -2), **options._asdict(), sinks=sinks).to(query.dtype)
+    return (out.unsqueeze(0) if query.dim() == 4 else out,)
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Dimensions: N scored tokens, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import accumulation_dtype, is_traced, memory_of
+from ..second_derivatives import gradients_of_definition
+from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
@@ -84,6 +87,10 @@ class _LinearLogps(torch.autograd.Function):
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *options)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not is_traced() and ctx.main_grad is None:
+            define = functools.partial(_defined, targets, ctx.scalars, ctx.has_entropy)
+            inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
+            return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *options
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
@@ -91,6 +98,17 @@ class _LinearLogps(torch.autograd.Function):
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
         grads = backward(*given, hidden, weight, bias, targets, *ctx.scalars)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
+
+
+def _defined(
+    targets: Tensor, scalars: Sequence[Any], has_entropy: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> TokenLogps:
+    """The differentiable results by the op's definition, in the dtype of its sums."""
+    softcap, logit_scale, temperature, compute_dtype = scalars
+    wide = accumulation_dtype(compute_dtype)
+    given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    given |= dict(bias=None if bias is None else bias.to(wide), outputs=("logps", "entropy")[: 1 + has_entropy])
+    return definitions.linear_logps(hidden.to(wide), weight.to(wide), targets, **given)
 
 
 def linear_logps(

@@ -5,6 +5,7 @@ Dimensions: N scored tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from ... import checks
 from ..choice.verdicts import Kernel, works
 from ..devices import accumulation_dtype, suits_triton
-from . import trials
+from ..second_derivatives import gradients_of_definition
+from . import definitions, trials
 from .logit_rows import GradientInputs, block_slices, join_results, logit_gradient, sum_block_
 from .results import Targets, TokenLogps, Transform, empty_results, named_results, requested_statistics, statistic_names
 
@@ -125,6 +127,14 @@ class _TokenLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, *grad_extra):
         if grad_logps is None and (not ctx.has_entropy or grad_extra[0] is None):
             return (None,) * 7
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            logits, targets, *_ = ctx.saved_tensors
+            softcap, logit_scale, temperature = ctx.transform
+            given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+            given["outputs"] = ("logps", "entropy")[: 1 + ctx.has_entropy]
+            define = functools.partial(definitions.token_logps, targets=targets, **given)
+            upstream = grad_logps, grad_extra[0] if ctx.has_entropy else None
+            return *gradients_of_definition(define, [logits], [True], upstream), *[None] * 6
         if ctx.inplace and not torch.compiler.is_compiling():
             got = "True, and the first one has overwritten the logits"
             checks.require(not ctx.overwritten, OP, "inplace_backward", "be False for a second backward", got)

@@ -50,6 +50,10 @@ def _gradients(ctx, grad):
 
 
 segment_sums.register_autograd(_gradients, setup_context=_save)
+_bwd.register_autograd(
+    lambda ctx, grad: (segment_sums(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def sequence_logps(

@@ -1,0 +1,105 @@
+"""Trainings whose loss has gradients in it, as penalties of their norm and Hutchinson's estimate have."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import logsigmoid
+
+import fastdpo
+from fastdpo.accuracy import error
+from tests.contract.trainers.trl.reference_free import without_logits
+from tests.integrations.test_custom_loops import gradients, own_logps, rows
+from tests.support.comparison import assert_fused, assert_same, assert_same_gradients, double
+from tests.support.kernels import recorder
+from tests.support.models.families import tiny_family
+from tests.support.trl.dpo import LORA, tiny_model, train_both
+from tests.support.trl.reference_free import CPO, ORPO
+from tests.support.trl.reward import REWARD, reward_model
+
+DROPLESS = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+
+
+def eager(model):
+    """In float64, with the attention whose gradients torch can differentiate again."""
+    model.set_attn_implementation("eager")
+    return model.double()
+
+
+def penalty(loss, model):
+    """The squared norm of the gradient, which can be differentiated."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
+    return sum(x.square().sum() for x in gradients if x is not None)
+
+
+def penalized(trainer):
+    class Penalized(trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss = super().compute_loss(model, inputs, **kwargs)
+            return loss + 0.1 * penalty(loss, model)
+
+    return Penalized
+
+
+@pytest.mark.parametrize(("recipe", "build"), [(CPO, tiny_model), (ORPO, tiny_model), (REWARD, reward_model)])
+def test_trainers_that_penalize_gradients(recipe, build, tmp_path):
+    """Those whose own path can be differentiated twice."""
+    trainer = f"trl.{recipe.trainer_class.__name__}"
+    options = dict(trainer=trainer, train=recipe.train, build=build, reference=False, prepare=eager, max_steps=2)
+    both = train_both(tmp_path, "gpt2", DROPLESS, trainer_class=penalized(recipe.trainer_class), **options)
+    assert_same(*map(without_logits, both))
+    assert_fused(both[1], policy=2)
+
+
+def steps(model, scores):
+    """The gradients of three steps of a batch, each with a penalty in its loss."""
+    found = []
+    for _ in range(3):
+        loss = logsigmoid(scores(model, **rows()).sum(1).view(2, -1).diff(dim=0)).mean()
+        (loss + 0.1 * penalty(loss, model)).backward()
+        found.append(gradients(model))
+    return found
+
+
+def logps_of(model, **batch):
+    return fastdpo.score(model, **batch).logps
+
+
+def with_lora(model):
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("gpt2", eager),
+        ("llama", lambda model: with_lora(eager(model))),
+        ("gpt_oss", lambda model: eager(double(model))),
+    ],
+    ids=["full", "LoRA", "sinks and windows"],
+)
+def test_scores_whose_gradients_are_penalized(name, around):
+    model = around(tiny_family(name).eval())
+    expected = steps(model, own_logps)
+    before = fastdpo.calls.copy()
+    assert_same_gradients(steps(fastdpo.prepare(model), logps_of), expected)
+    assert [path for _, _, path in fastdpo.calls - before] == ["fused"]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
+def test_replays_whose_gradients_are_penalized(bf16, monkeypatch):
+    """A replay has no second derivative: its backward runs the layers, as the forward would have."""
+
+    def scores(model, **batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return logps_of(model, **batch)
+
+    model = tiny_family("gpt2").eval()
+    expected = steps(fastdpo.prepare(model), scores)
+    recorder.install(monkeypatch)
+    before = fastdpo.calls.copy()
+    found = steps(fastdpo.prepare(model, graphs=True), scores)
+    assert (fastdpo.calls - before)["fastdpo.score", "policy", "replayed"] == 2
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        assert max(error(a[name], b[name]) for name in a) < (0.1 if bf16 else 1e-4)
