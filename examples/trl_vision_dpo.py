@@ -1,4 +1,4 @@
-"""DPO on pairs with images, with TRL: each image is encoded once, not twice.
+"""DPO on pairs with images, with TRL: each call of a model encodes an image once, not twice.
 
     python examples/trl_vision_dpo.py --model MODEL
 

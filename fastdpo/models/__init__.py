@@ -29,8 +29,7 @@ A model is examined before its first call in training and in evaluation mode, an
 
 Some models and batches need more:
 
-    images.py        batches with images, with islands.py (their attention) and towers.py (images that are
-                     encoded once for policy and reference)
+    images.py        batches with images, with islands.py (their attention)
     mixers/          layers that mix tokens by other means than attention
     reward_head.py   models that score rows
     adapters.py      PEFT's adapters

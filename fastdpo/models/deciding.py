@@ -163,7 +163,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
         if size is not None and not 0 <= least <= largest < size:
             raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))
-        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {}, graphs=graphs)
+        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), graphs=graphs)
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     _graphs(model, fused, verdict, "is given images")
@@ -193,7 +193,7 @@ def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) ->
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    return RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, verdict.scoring_reason is not None)
+    return RunnableBatch(layout, images.padded_inputs(kwargs), args, verdict.scoring_reason is not None)
 
 
 def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:

@@ -133,7 +133,7 @@ def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, k
         raise NotPackable(Reason("attention-dropout"))
     if model.training and result.is_random and packed.shared and fused.options.share_prompts == "deterministic":
         packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
-    return RunnableBatch(packed.layout, packed.inputs, images.of_images)
+    return RunnableBatch(packed.layout, packed.inputs)
 
 
 def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> Packed:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import packing
 from ..ops.head.results import TokenLogps
-from . import head, towers
+from . import head
 from .batch import labels_of_call
 from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict
 
@@ -38,8 +38,7 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
     if batch.graphs is not None:
         hidden = batch.graphs.states(verdict, batch.inputs, layout.score_index)
     if hidden is None:
-        with towers.sharing(model, batch.images) if batch.images else nullcontext():
-            output = verdict.backbone(*batch.args, **batch.inputs, **routing)
+        output = verdict.backbone(*batch.args, **batch.inputs, **routing)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
         router_logits = output.router_logits if routed else None
     if options.rewards:

@@ -114,7 +114,6 @@ class RunnableBatch(NamedTuple):
     Attributes:
         layout: of the batch.
         inputs: arguments of the backbone.
-        images: the image tensors of a packed batch.
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
         graphs: those of the model, if the call may replay one.
@@ -122,7 +121,6 @@ class RunnableBatch(NamedTuple):
 
     layout: Layout
     inputs: dict[str, Any]
-    images: dict[str, Tensor]
     args: tuple = ()
     bare_head: bool = False
     graphs: Graphs | None = None
