@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ..models.batch import PackedBatch, PaddedBatch
+from ..models.batch import PackedBatch, PaddedBatch, rounding
 from ..models.state import Groups
 from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
@@ -52,7 +52,7 @@ class CollatedBatch(dict[str, Any]):
         batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
         batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding, rounded)
-        batch.packed.layouts[groups, False, None, rounded] = layout
+        batch.packed.layouts[groups, False, None, rounding(rounded)] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class CollatedBatch(dict[str, Any]):
         if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
             return None
         groups, _, rounded = self._how
-        return self.packed.layouts[groups, False, None, rounded]
+        return self.packed.layouts[groups, False, None, rounding(rounded)]
 
 
 def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
@@ -90,7 +90,7 @@ def with_layout(batch: Any, groups: Groups | None, padding: int | None = None, r
     if padded is None or not all(is_host(x.device) for x in padded[:3]):
         return batch
     try:
-        layout = padded.pack(groups, rounded=rounded)
+        layout = padded.pack(groups, tokens=rounding(rounded))
     except (NotPackable, TypeError, ValueError):  # the model's call says why
         return batch
     return CollatedBatch.of(batch, layout, groups, padding, rounded)

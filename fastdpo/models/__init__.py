@@ -6,7 +6,8 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     forward.py       replaces the forward of a model, and has the functions that integrations call
     state.py         the options of a fused forward, and what has been found out about its model
     deciding.py      whether a call runs packed, padded or falls back, and why
-    structure.py     whether the model is as it was when it was examined
+    structure.py     whether the model is as it was when it was examined, with attachments.py (hooks and
+                     forwards of others) and contents.py (what modules keep in their attributes)
     facts.py         what a call needs to know of the model
     batch.py         the batch and its layouts, and whether they belong to the tensors of the call
     attention.py     packed attention as an attention implementation of transformers
@@ -22,8 +23,8 @@ A model is examined before its first call in training and in evaluation mode, an
     harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
     functions.py     what hooks and replaced forwards are, and where they come from
     examine/         probe.py: a few random rows, packed and padded; runs.py: their hidden states and
-                     gradients; comparable.py: runs that leave the model as it was; verification.py: the
-                     first calls, fused and by the forward that the model had before
+                     gradients; comparable.py and snapshot.py: runs that leave the model as it was;
+                     verification.py: the first calls, fused and by the forward that the model had before
     gradients.py     gradients in a form that is small enough to keep
     sharding.py      models that ranks hold parts of, and so examine together
 

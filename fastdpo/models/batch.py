@@ -79,7 +79,11 @@ class PaddedBatch(NamedTuple):
         return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
 
     def pack(
-        self, groups: Groups | None, store_all: bool = False, reach: int | None = None, rounded: bool = False
+        self,
+        groups: Groups | None,
+        store_all: bool = False,
+        reach: int | None = None,
+        tokens: Callable[[int], int] | None = None,
     ) -> Layout:
         """A new layout of the batch.
 
@@ -87,7 +91,7 @@ class PaddedBatch(NamedTuple):
             groups: which rows may share a prefix, which is then stored once. None: no rows do.
             store_all: store tokens that no other depends on, too.
             reach: number of positions that rotary embeddings must see, or None for as many as there are.
-            rounded: pad to one of few numbers of tokens (see `rounded_up`).
+            tokens: the number of tokens to pad to, for the number that there are (see `rounded_up`).
 
         Raises:
             NotPackable: the batch has no packed form.
@@ -96,7 +100,7 @@ class PaddedBatch(NamedTuple):
         members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
         if groups == "pairs" and rows and rows % 2 == 0:
             members = torch.arange(rows, device="cpu") % (rows // 2)
-        tokens, shifted = rounded_up if rounded else None, self.shifted
+        shifted = self.shifted
         return packing.pack(*self[:3], groups=members, shifted=shifted, store_all=store_all, reach=reach, tokens=tokens)
 
 
@@ -104,6 +108,11 @@ def rounded_up(tokens: int) -> int:
     """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more."""
     step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
+
+
+def rounding(rounded: bool) -> Callable[[int], int] | None:
+    """What the number of tokens of a batch is rounded by, if it is."""
+    return rounded_up if rounded else None
 
 
 class PackedBatch:
@@ -122,7 +131,7 @@ class PackedBatch:
 
     def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
         self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
-        self.layouts: dict[tuple[Groups | None, bool, int | None, bool], Layout] = {}
+        self.layouts: dict[tuple[Groups | None, bool, int | None, Callable[[int], int] | None], Layout] = {}
         self.labels_follow = False
         self._versions = self._present_versions()
         self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
@@ -206,7 +215,12 @@ def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
 
 
 def layout_of(
-    batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None, rounded: bool = False
+    batch: PaddedBatch,
+    *,
+    groups: Groups | None,
+    store_all: bool,
+    reach: int | None,
+    tokens: Callable[[int], int] | None = None,
 ) -> Layout:
     """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
     been written to. The arguments and `NotPackable` are those of `PaddedBatch.pack`.
@@ -214,7 +228,7 @@ def layout_of(
     Raises:
         RuntimeError: as `PackedBatch.runs_in`.
     """
-    how = groups, store_all, reach, rounded
+    how = groups, store_all, reach, tokens
     packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
     if how not in packed.layouts:
         with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
@@ -230,7 +244,7 @@ def layout_of_call(
     *,
     groups: Groups | None = None,
     share: bool = True,
-    rounded: bool = False,
+    tokens: Callable[[int], int] | None = None,
 ) -> Layout:
     """The layout of a packed call, with shared prompts if its options and the model's state allow it."""
     batch = PaddedBatch.of_call(kwargs)
@@ -248,7 +262,7 @@ def layout_of_call(
     limit = verdict.rope_limit
     reach = None if limit is None or width <= limit else width
     groups = (groups or fused.options.groups) if share else None
-    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, rounded=rounded)
+    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, tokens=tokens)
 
 
 def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:

@@ -13,7 +13,7 @@ from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, sharding, support
-from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call
+from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call, rounding
 from .compiled import CompiledLayers
 from .examine import probe
 from .examine.probe import ProbeResult
@@ -21,6 +21,7 @@ from .examine.verification import verify
 from .graphs import Graphs
 from .sharding import shared_reason
 from .state import (
+    MODELS,
     ForwardOptions,
     FusedForward,
     ProbeKey,
@@ -28,11 +29,14 @@ from .state import (
     Verdict,
     install_head,
     restore,
+    state_of,
     switch_attention,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .structure import Identity
 
 CALL_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"),
@@ -41,6 +45,9 @@ CALL_ARGUMENTS = {
 """Arguments of a model call that the fused forward takes or can ignore."""
 
 _SPLIT = Reason("split-sequences", method="context or sequence parallelism")
+
+FREE_EXAMINATIONS = 6
+"""Number of times that a model is examined as soon as it has changed. It may change in each step."""
 
 MAX_PROBE_RESULTS = 16
 """Number of structures of a model whose probe results are kept, for
@@ -158,7 +165,9 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
         graphs = _graphs(model, fused, verdict, "trains its routers" if verdict.routes_in(kwargs) else None)
-        layout = layout_of_call(model, fused, kwargs, rounded=fused.options.graphs)
+        layout = layout_of_call(model, fused, kwargs, tokens=rounding(fused.options.graphs))
+        if verdict.has_own_code:
+            _examine_length(model, fused, verdict, len(layout.token_index), kwargs)
         size, (least, largest) = verdict.vocabulary, layout.id_range or (0, 0)
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
         if size is not None and not 0 <= least <= largest < size:
@@ -168,6 +177,33 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         raise NotPackable(Reason("image-ranks"))
     _graphs(model, fused, verdict, "is given images")
     return images.pack_examined(model, fused, given, kwargs)
+
+
+def _examine_length(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, tokens: int, kwargs: dict) -> None:
+    """Compares the packed states of a batch with its padded ones, if more tokens than were examined are packed for a
+    model with code of its own: a layer may scale by the length of its batch. The tokens are filled up to a power of 2.
+
+    Raises:
+        NotPackable: the states differ, or ranks run the model together.
+    """
+    is_sharded = sharding.is_sharded(model)
+    examined = fused.examined_tokens.get(verdict.key, probe.LONG if is_sharded else probe.TOKENS)
+    if tokens <= examined:
+        return
+    if is_sharded:
+        raise NotPackable(Reason("examined-tokens", tokens=examined, model=type(model).__name__))
+    layout = layout_of_call(model, fused, kwargs, tokens=_power_of_two)
+    inputs = attention.inputs_of(layout, kwargs["input_ids"])
+    result = probe.compare(model, layout, images.padded_inputs(kwargs), inputs)
+    if result.unsupported_reason is not None:
+        fused.probe_results[verdict.key] = result
+        fused.structure.forget_verdicts()
+        raise NotPackable(result.unsupported_reason)
+    fused.examined_tokens[verdict.key] = _power_of_two(tokens)
+
+
+def _power_of_two(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
 
 
 def _graphs(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, obstacle: str | None) -> Graphs | None:
@@ -209,37 +245,53 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     lasting = fused.lasting_reason_of(model)
     if lasting is not None:
         if not fused.was_examined(model):  # other ranks may not have this reason
-            key = ProbeKey(0, model.training, sharding.is_sharded(model))
+            key = ProbeKey(0, model.training, sharding.is_sharded(model), int(model.training))
             fused.probe_results[key] = _examine(model, fused, device)
         return lasting
     identity = fused.structure.identity(model)
     verdict: Verdict | None = identity.verdict
-    if verdict is None:
-        verdict = _verdict(model, fused, identity.hash, device)
-        fused.structure.identity(model).verdict = verdict  # with the attention and the head that it now has
+    if verdict is None or not _covers(verdict.key, identity.trained):
+        verdict = _verdict(model, fused, identity, device)
+        if not fused.sightings:  # otherwise it waits, and the next call counts
+            fused.structure.identity(model).verdict = verdict  # with the attention and the head that it now has
     fused.verdict = verdict
     return verdict.reason
 
 
-def _verdict(model: PreTrainedModel, fused: FusedForward, structure: int, device: torch.device) -> Verdict:
+def _covers(key: ProbeKey, trained: int) -> bool:
+    """Whether the gradients that a call needs, of parameters that are trained, were compared in a probe."""
+    return key.trained == trained or not (trained and torch.is_grad_enabled())
+
+
+def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, device: torch.device) -> Verdict:
     """Examines a model that has changed, and switches its attention and its head.
 
-    It is probed once in training and once in evaluation mode, and again when its structure has another hash, before
-    anything is computed with it, unless ranks run it together: it may have changed on this rank alone. All of
-    them probe it again once an engine has sharded it.
+    It is probed once in training and once in evaluation mode, with the gradients that it needs, and again when its
+    structure has another hash, before anything is computed with it, unless ranks run it together: it may have changed
+    on this rank alone. All of them probe it again once an engine has sharded it.
     """
     is_sharded, results = sharding.is_sharded(model), fused.probe_results
-    key = ProbeKey(structure, model.training, is_sharded)
-    scoring_reason = scoring_unsupported_reason(model, fused.options)
-    if key not in results and not (fused.was_examined(model) if is_sharded else scoring_reason):
-        if len(results) >= MAX_PROBE_RESULTS:
-            results.clear()
-            fused.image_results.clear()
-        reason = adapters.unsupported_reason(model)
-        results[key] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
-    result, packing_reason = results.get(key, fused.probe_result if is_sharded else None), None
-    if key not in results:
-        packing_reason = Reason("changed-model")
+    scoring_reason, packing_reason = scoring_unsupported_reason(model, fused.options), None
+    present = ProbeKey(identity.hash, model.training, is_sharded, identity.trained)
+    known = [x for x in results if x[:3] == present[:3] and _covers(x, present.trained)]
+    key = max(known, key=lambda x: (x == present, x.trained != 0), default=present)
+    ruled_out = _ruled_out(model, fused, identity)
+    is_known = bool(known) or ruled_out is not None
+    if not is_known and not (fused.was_examined(model) if is_sharded else scoring_reason):
+        if not is_sharded and _is_changing(fused, key):
+            packing_reason = Reason("changing-model", model=type(model).__name__)
+        else:
+            if len(results) >= MAX_PROBE_RESULTS:
+                results.clear()
+                fused.image_results.clear()
+            reason = adapters.unsupported_reason(model)
+            results[key] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
+            _rule_out(fused, identity, results[key].unsupported_reason)
+    result = results.get(key, fused.probe_result if is_sharded else None)
+    if ruled_out is not None:
+        fused.ruled_out[identity.code], result = ruled_out, ProbeResult(ruled_out)
+    elif key not in results:
+        packing_reason = packing_reason or Reason("changed-model")
     elif model.training and results[key].attention_dropout:
         packing_reason = Reason("attention-dropout")
     if result is not None and result.unsupported_reason is not None:
@@ -251,12 +303,45 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, structure: int, device
     return Verdict.of(model, key, result, scoring_reason, packing_reason)
 
 
+def _is_changing(fused: FusedForward, key: ProbeKey) -> bool:
+    """Whether a model that was examined often must first stay the same for some calls, for twice as many each time."""
+    often = fused.examinations - FREE_EXAMINATIONS
+    fused.sightings[key] += 1
+    if often >= 0 and fused.sightings[key] <= 2**often:
+        return True
+    fused.examinations += 1
+    fused.sightings.clear()
+    return False
+
+
+def _rule_out(fused: FusedForward, identity: Identity, reason: Reason | None) -> None:
+    """Notes that a model was compared and is not supported, and has equal models look for it."""
+    if reason is not None and reason.name in probe.COMPARED:
+        fused.ruled_out[identity.kinds if reason.name == "keeps-state" else identity.code] = reason
+        for other in MODELS:
+            cast(FusedForward, state_of(other)).structure.forget_verdicts()
+
+
+def _ruled_out(model: PreTrainedModel, fused: FusedForward, identity: Identity) -> Reason | None:
+    """Why a model is not supported, as far as another one tells, such as the policy of a reference. The two are
+    compared with each other, and so models of the same trainer and of equal code run alike.
+
+    A model that once kept state may not do so in another state. It is not examined again.
+    """
+    known = [fused.ruled_out.get(identity.kinds)]
+    for other in MODELS:
+        of_other = cast(FusedForward, state_of(other))
+        if other is not model and of_other.options.integration == fused.options.integration:
+            known += [of_other.ruled_out.get(identity.kinds), of_other.ruled_out.get(identity.code)]
+    return next((reason for reason in known if reason is not None), None)
+
+
 def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> ProbeResult:
     reason = shared_reason(
         model,
         fused.lasting_reason_of(model)
         or support.unsupported_reason(model)
-        or support.backward_hooks_reason(model)
+        or support.hooks_reason(model)
         or scoring_unsupported_reason(model, fused.options),
     )
     if reason is not None:

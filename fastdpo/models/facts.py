@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from .functions import forwards_of, module_of
+from .harmless import CODE, is_of
 from .parts import text_config
 
 if TYPE_CHECKING:
@@ -32,6 +35,13 @@ def rope_limit(model: PreTrainedModel) -> int | None:
             name = "original_max_position_embeddings"
             limits.append(getattr(config, name, None) or each.get(name) or config.max_position_embeddings)
     return min(limits, default=None)
+
+
+def has_own_code(model: PreTrainedModel) -> bool:
+    """Whether classes of a model's modules, or forwards in their place, come from packages that are not known."""
+    kinds = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    replaced = {module_of(x) for module in model.modules() for x in forwards_of(module)}
+    return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in kinds | replaced)
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

@@ -66,8 +66,8 @@ def install(
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
-    transform, autocast = facts.logit_transform(text_config(model)), autocast_of(model.forward)
-    prior = model.forward, prior_scores, autocast
+    transform = facts.logit_transform(text_config(model)) if prior_scores else None
+    prior = model.forward, prior_scores, autocast_of(model.forward)
     fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, state_of(model))
     if reason is not None:
         log_once(fused, reason)

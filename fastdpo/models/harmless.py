@@ -35,8 +35,14 @@ MODULES = (
 )
 """Modules whose hooks, wrappers and objects do not change a model's outputs in evaluation mode."""
 
+HOOKING = (*MODULES, "torch.nn.utils", "transformers.trainer_utils", "llamafactory", "swift", "axolotl")
+"""Modules whose hooks do not look at activations, or are examined by a reason of their own, as NEFTune's are."""
+
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", *TRAINERS)
 """Packages whose functions are known by their names and versions."""
+
+CODE = (*LIBRARIES, "bitsandbytes", "liger_kernel", "torchao")
+"""Packages whose layers treat a token alike whatever the length of its batch, but for what a configuration says."""
 
 HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Hooks of transformers and PEFT, which add another one each time gradient checkpointing is enabled."""
@@ -49,7 +55,7 @@ transformers adds when a model is first asked for them.
 ATTRIBUTES = {
     # Changed during training by transformers and PEFT.
     *("training", "gradient_checkpointing", "max_seq_len_cached"),
-    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed", "rope_deltas"),
+    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed", "rope_deltas", "recurrent_states"),
     # Labels and plans of transformers, and options of losses.
     *("_is_hf_initialized", "name_or_path", "model_tags", "warnings_issued", "kernel_config", "hf_device_map"),
     *("loss_type", "router_aux_loss_coef", "tie_word_embeddings", "all_tied_weights_keys"),

@@ -7,8 +7,7 @@ supported: any other hook or replaced forward would be bypassed.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
+from .attachments import HOOKS, hooks_of, is_hook_of_engine
 from .functions import inner_function, module_of, name_of
-from .harmless import ENGINES, is_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +31,6 @@ computed from the weight.
 
 OWN_FORWARD = "_fastdpo_own_forward"
 """The attribute of a head that keeps its `CAST` forward while ours is installed."""
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
@@ -126,11 +123,6 @@ def is_installed(own: object) -> bool:
     return getattr(own, "__func__", None) is forward
 
 
-def hooks_of(module: nn.Module) -> Iterator[Callable]:
-    for name in HOOKS:
-        yield from vars(module)[name].values()
-
-
 def forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
     """The head's own forward. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead.
 
@@ -140,11 +132,6 @@ def forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = Non
         own = vars(self).get(OWN_FORWARD)
         return nn.Linear.forward(self, input) if own is None else own(input)
     return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
-
-
-def is_hook_of_engine(hook: Callable) -> bool:
-    """Whether a hook is one of those that gather and release the weights of a module (see `harmless.ENGINES`)."""
-    return is_of(module_of(inspect.unwrap(inner_function(hook))), ENGINES)
 
 
 def _is_linear(kind: type) -> bool:

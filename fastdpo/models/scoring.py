@@ -57,7 +57,7 @@ def _logps(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden
     autocast = nullcontext()
     if options.float32_head:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-    softcap, logit_scale = fused.logit_transform
+    softcap, logit_scale = fused.logit_transform or cast(Verdict, fused.verdict).logit_transform
     with autocast, head.bare(lm_head) if batch.bare_head else nullcontext():
         scored = lm_head(
             hidden,

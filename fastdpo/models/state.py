@@ -5,6 +5,7 @@ parts of the model have been replaced.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from ..reasons import Reason
 from . import attention, head, sharding
 from .compiled import CompiledLayers
 from .examine.probe import ProbeResult
-from .facts import rope_limit
+from .facts import has_own_code, logit_transform, rope_limit
 from .parts import backbone, text_config, vocabulary_of
 from .reward_head import RewardHead
 from .structure import Structure
@@ -133,11 +134,13 @@ class ProbeKey(NamedTuple):
         structure: the hash of the model's structure.
         is_training: whether the model was in training mode.
         is_sharded: whether ranks held parts of it. Engines shard a model that may have been probed before.
+        trained: which of its parameters were trained (see `Identity.trained`), whose gradients were compared.
     """
 
     structure: int
     is_training: bool
     is_sharded: bool
+    trained: int
 
 
 class Verdict(NamedTuple):
@@ -153,6 +156,8 @@ class Verdict(NamedTuple):
         vocabulary: see `parts.vocabulary_of`.
         rope_limit: see `facts.rope_limit`.
         routes: whether the model returns router logits unless a call says otherwise.
+        logit_transform: (softcap, logit_scale) of the model.
+        has_own_code: whether some of its code is of a package that is not known.
     """
 
     key: ProbeKey
@@ -164,6 +169,8 @@ class Verdict(NamedTuple):
     vocabulary: int | None
     rope_limit: int | None
     routes: bool
+    logit_transform: tuple[float | None, float]
+    has_own_code: bool
 
     @classmethod
     def of(
@@ -177,7 +184,8 @@ class Verdict(NamedTuple):
         """With the backbone and the head of the model as it is, and facts about it."""
         routes = bool(getattr(text_config(model), "output_router_logits", False))
         of_model = backbone(model), head.head_of(model), vocabulary_of(model), rope_limit(model), routes
-        return cls(key, result, scoring_reason, packing_reason, *of_model)
+        of_code = logit_transform(text_config(model)), has_own_code(model)
+        return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)
 
     @property
     def reason(self) -> Reason | None:
@@ -200,7 +208,8 @@ class FusedForward:
         prior_forward: the forward before ours.
         prior_scores: whether the prior forward takes `fused_lm_head` and labels.
         autocast: in which the prior forward runs, if it does.
-        logit_transform: (softcap, logit_scale) of the model.
+        logit_transform: (softcap, logit_scale) of a prior forward that scores, which it keeps; None if calls read the
+            configuration.
         lasting_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `deciding.choose`, excluded from compilation.
         examine: `deciding.model_reason`, excluded from compilation.
@@ -208,6 +217,11 @@ class FusedForward:
         prior_attention: the attention implementation to restore; None if the model is not switched.
         forward: the function that is the model's forward now.
         probe_results: of the model as it was in each probe.
+        ruled_out: why a probe has ruled the model out, by its code then, or by its kinds if it keeps state (see
+            `Identity`).
+        examinations: how often the model was examined, because it was new or had changed.
+        sightings: number of calls since then in which it had a structure that is to be examined later.
+        examined_tokens: by the key of a probe, the largest number of tokens of a packed batch that was examined.
         verdict: about the model as it was in its last call that asked for one; None before.
         image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
             images are run once.
@@ -229,7 +243,7 @@ class FusedForward:
     prior_forward: Callable
     prior_scores: bool
     autocast: torch.autocast | None
-    logit_transform: tuple[float | None, float]
+    logit_transform: tuple[float | None, float] | None
     lasting_reason: Reason | None
     choose: Callable[..., RunnableBatch | None]
     examine: Callable[..., Reason | None]
@@ -238,6 +252,10 @@ class FusedForward:
     forward: Callable | None = None
     structure: Structure = field(default_factory=Structure)
     probe_results: dict[ProbeKey, ProbeResult] = field(default_factory=dict)
+    ruled_out: dict[int, Reason] = field(default_factory=dict)
+    examinations: int = 0
+    sightings: Counter[ProbeKey] = field(default_factory=Counter)
+    examined_tokens: dict[ProbeKey, int] = field(default_factory=dict)
     verdict: Verdict | None = None
     image_results: dict[tuple[ProbeKey, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[tuple[str, Reason | None]] = field(default_factory=set)
@@ -250,9 +268,11 @@ class FusedForward:
     graphs: Graphs | None = None
 
     def was_examined(self, model: PreTrainedModel) -> bool:
-        """Whether the model was examined in the mode that it is in, and sharded if it is."""
+        """Whether the model was examined in its mode, sharded if it is, and with gradients if it trains."""
         mode = model.training, sharding.is_sharded(model)
-        return any((key.is_training, key.is_sharded) == mode for key in self.probe_results)
+        trains = model.training and any(x.requires_grad for x in model.parameters())
+        examined = (key for key in self.probe_results if (key.is_training, key.is_sharded) == mode)
+        return any(key.trained or not trains for key in examined)
 
     @property
     def probe_result(self) -> ProbeResult | None:

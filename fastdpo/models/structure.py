@@ -1,8 +1,9 @@
-"""Identities of a model: its modules, their classes, tensors, hooks, replaced forwards and attributes, and its
-configuration.
+"""Identities of a model: its modules, their classes, tensors, hooks, replaced forwards and attributes, what lists,
+dictionaries and objects among these hold, and its configuration.
 
 What is known of a model holds as long as its identity stays the same. The probe's result for a model holds for all of
-its identities with the same hash, which leaves out what it does not depend on, such as modes and the values of tensors.
+its identities with the same hash, which leaves out what it does not depend on, such as modes and the values of
+parameters.
 
 Each call compares the model with its latest identities, in a few loops that run in C, and looks at nothing else that
 could be out of date: writes to `vars(module)`, `module._modules` and `module._parameters` are seen as well as those by
@@ -13,68 +14,156 @@ module changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
-from . import attention, harmless, head
-from .functions import closure_contents, inner_function, module_of, name_of
-from .parts import modules_around, passes_arguments_on, text_config
+from . import attention, head
+from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
+from .contents import (
+    Container,
+    attributes_of,
+    configuration_entries,
+    containers_in,
+    copy_of,
+    digest_of,
+    is_configuration,
+    is_own,
+    is_rotary,
+    plain_members,
+)
+from .parts import modules_around, passes_arguments_on
 from .sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PLAIN = (bool, int, float, str, type(None))
 
 MAX_IDENTITIES = 4
 """Number of identities of a model that are kept: in training and in evaluation, with adapters and without."""
 
 _TENSORS = ("_parameters", "_buffers")
 
+_HOLDERS = (nn.ModuleList, nn.ModuleDict)
+"""Classes of modules that are not called. Only their children matter."""
+
 _variables_of = attrgetter("__dict__")  # faster than `vars`
 _children_of = attrgetter("_modules")
-_registries_of = attrgetter("_modules", *_TENSORS, *head.HOOKS)
+_registries_of = attrgetter("_modules", *_TENSORS, *HOOKS)
+_version_of = attrgetter("_version")
+_is_trained = attrgetter("requires_grad")
+
+
+class _Part(NamedTuple):
+    """What an identity knows of one module.
+
+    Attributes:
+        module, kind: the module and its class.
+        attributes: of the module, with copies of its registries.
+        containers: in its attributes.
+        copies: of these.
+        buffers: those whose values matter.
+        written: where they lie, and how often each has been written to.
+        hash: of what results depend on.
+    """
+
+    module: nn.Module
+    kind: type
+    attributes: dict[str, Any]
+    containers: list[Container]
+    copies: list[Container]
+    buffers: list[Tensor]
+    written: list[tuple[int, int]]
+    hash: int
+
+    def describes(self, module: nn.Module) -> bool:
+        return (
+            (self.module, self.kind) == (module, type(module))
+            and _are_equal(vars(module), self.attributes)
+            and _are_equal(self.containers, self.copies)
+            and _written(self.buffers) == self.written
+        )
+
+    @classmethod
+    def of(cls, module: nn.Module, registries: tuple[str, ...]) -> _Part:
+        containers = [*containers_in(x for name, x in vars(module).items() if is_own(name))]
+        buffers = [] if is_rotary(module) else [*filter(_has_version, module._buffers.values())]
+        kinds = _kinds_of_tensors(module) if _TENSORS[0] in registries else ()
+        values = [digest_of(x) for x in buffers]
+        members = ((name, plain_members(x)) for name, x in attributes_of(module).items())
+        plain = [(name, x) for name, x in members if x is not None]
+        return cls(
+            *(module, type(module), _copied(vars(module), registries)),
+            *(containers, [*map(copy_of, containers)], buffers, _written(buffers)),
+            hash((type(module), *plain, *kinds, *values)),
+        )
 
 
 class Identity:
     """What a model was at a time, in a form that a few calls in C compare with the model.
 
-    Attributes and hooks of the model itself are left out, because they run around its wrapped forward, and so are
-    tensors of a model that ranks hold parts of: engines replace them while it runs.
+    Attributes of the model itself other than plain values are left out, and so are its hooks, because they run around
+    its wrapped forward, and parameters of a model that ranks hold parts of: engines replace them while it runs.
 
     Attributes:
         modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
-        hash: valid in this process.
+        called: those inside of the model, without lists and dictionaries of modules.
+        kinds: a hash of the classes of all modules.
+        code: a hash of all that results depend on but for hooks and values of parameters. Equal for an equal model.
+        hash: of this model, and of its hooks. Valid in this process.
+        trained: which parameters are trained, as a number that is not 0. It is 0 if none is, and in evaluation mode.
         verdict: what `deciding` has found out about the model as it was.
     """
 
     verdict: Any = None
 
-    def __init__(self, model: PreTrainedModel, cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]]):
-        self.modules, self._configs = _modules_of(model), (model.config, text_config(model))
-        self._copied = ("_modules",) if is_sharded(model) else ("_modules", *_TENSORS)
-        self.hash = hash((attention.implementation(model), *(self._hash_of(x, cache) for x in self.modules)))
+    def __init__(self, model: PreTrainedModel, cache: dict[int, _Part]):
+        sharded = is_sharded(model)
+        self.modules = _modules_of(model)
+        self._copied = ("_modules",) if sharded else ("_modules", *_TENSORS)
+        parts = [self._part(module, cache) for module in self.modules]
         others = self.modules[1:]
-        self._empty = [registry for module in others for registry in _registries_of(module) if not registry]
+        self.called = [module for module in others if type(module) not in _HOLDERS]
+        self._holders = [module for module in others if type(module) in _HOLDERS]
+        self._empty = [registry for module in self.called for registry in _registries_of(module) if not registry]
         self._parents = [module for module in others if len(module._modules) > 1]
-        self._hooked = [module for module in others if has_additions(module)]
+        self._hooked = [module for module in self.called if has_additions(module)]
+        self._head = head.head_of(model)
         self._of_kinds: dict[type | str, list[nn.Module]] = {}
-        own, *configs = self._of_model(model)
-        copied = [_copied(own, self._copied), *(_copied(x, x) for x in configs)]
-        self._was = [cache[id(module)][2] for module in others], copied, self._others(model)
+        containers = {id(x): (x, y) for part in parts for x, y in zip(part.containers, part.copies, strict=True)}
+        self._containers, self._contents = map(list, zip(*containers.values(), strict=True))
+        self._buffers = [x for part in parts for x in part.buffers]
+        parameters = [*model.parameters()]
+        trained = tuple(map(_is_trained, parameters)) if model.training else ()
+        self.trained = (1 if sharded else hash(trained)) if any(trained) else 0
+        self._frozen = [] if sharded else [x for x in parameters if not x.requires_grad]
+        configs = {
+            id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
+        }
+        implementation = attention.implementation(model)
+        self.kinds = hash(tuple(map(type, self.modules)))
+        self.code = hash((implementation, *(x.hash for x in parts), *map(configuration_entries, configs.values())))
+        hooks, hooked = hook_identities(hooks_of_every_module()), set(self._hooked)
+        additions = ((id(x), *(additions_to(x) if x in hooked else ())) for x in others)
+        self.hash = hash((self.code, id(model), *hooks, *additions))
+        self._attributes = [cache[id(module)].attributes for module in self.called]
+        self._of_model_was = _copied(self._of_model(model), self._copied)
+        self._others_were = self._others(model)
+        self._children_were = [dict(module._modules) for module in self._holders]
 
     def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
-        """Whether a model is as it was, given the present attributes of its other modules."""
-        if self.modules[0] is not model or self._configs[0] is not model.config:
-            return False
-        were, *others = self._was
-        if not _are_equal(attributes, were) or any(self._empty):  # first what tells modes and adapters apart
-            return False
-        return _are_equal([self._of_model(model), self._others(model)], others)
+        """Whether a model is as it was, given the present attributes of the modules that are called in it."""
+        return (
+            self.modules[0] is model
+            and _are_equal(attributes, self._attributes)  # first, since it tells modes and adapters apart
+            and not any(self._empty)
+            and _are_equal(self._containers, self._contents)
+            and _are_equal([*map(_children_of, self._holders)], self._children_were)
+            and _are_equal(self._of_model(model), self._of_model_was)
+            and _are_equal(self._others(model), self._others_were)
+        )
 
     @functools.cached_property
     def is_training(self) -> bool:
@@ -91,41 +180,42 @@ class Identity:
             self._of_kinds[kind] = _of_kind(self.modules, kind)
         return self._of_kinds[kind]
 
-    def _of_model(self, model: PreTrainedModel) -> list[dict[str, Any]]:
-        return [{name: vars(model)[name] for name in self._copied}, *map(vars, self._configs)]
+    def _of_model(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The plain attributes of the model, and its registries of modules and tensors."""
+        return {name: x for name, x in vars(model).items() if type(x) in PLAIN or name in self._copied}
 
     def _others(self, model: PreTrainedModel) -> tuple[object, ...]:
         """What dictionaries do not tell: classes, the order in which `nn.Sequential` calls its children, hooks, which
-        may close over values that have changed, and the head.
+        may close over values that have changed, the head, writes to buffers, and whether more parameters are trained.
         """
         return (
-            model.training,
+            model.config,
             [*map(type, self.modules)],
             [*chain.from_iterable(map(_children_of, self._parents))],
             [tuple(additions_to(module)) for module in self._hooked],
-            head.identity(head.head_of(model)),
+            [*hook_identities(hooks_of_every_module())],
+            head.identity(self._head),
+            _written(self._buffers),
+            model.training and any(map(_is_trained, self._frozen)),
         )
 
-    def _hash_of(self, module: nn.Module, cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]]) -> int:
-        attributes, kind, is_model = vars(module), type(module), module is self.modules[0]
-        cached = cache.get(id(module))
-        if cached is None or cached[:2] != (module, kind) or not _are_equal(attributes, cached[2]):
-            parts = kind if is_model else plain_attributes(module), *_kinds_of_tensors(module, self._copied)
-            cached = cache[id(module)] = module, kind, _copied(attributes, self._copied), hash(parts)
-        return hash((id(module), cached[3], *(additions_to(module) if has_additions(module) and not is_model else ())))
+    def _part(self, module: nn.Module, cache: dict[int, _Part]) -> _Part:
+        part = cache.get(id(module))
+        if part is None or not part.describes(module):
+            part = cache[id(module)] = _Part.of(module, self._copied)
+        return part
 
 
 class Structure:
     """The latest identities of one model. Keeps its modules alive, so that no id is used twice."""
 
     def __init__(self) -> None:
-        # By id of a module: the module, its class, its attributes, and the hash of plain ones.
-        self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
+        self._cache: dict[int, _Part] = {}  # by id of a module
         self._identities: list[Identity] = []  # of the same modules, the most recently used first
 
     def identity(self, model: PreTrainedModel) -> Identity:
         """The identity of the model as it is now. The same object as before if nothing has changed."""
-        attributes = [*map(_variables_of, self._identities[0].modules[1:])] if self._identities else []
+        attributes = [*map(_variables_of, self._identities[0].called)] if self._identities else []
         latest = next((x for x in self._identities if x.describes(model, attributes)), None)
         if latest is None:
             latest = Identity(model, self._cache)
@@ -134,6 +224,11 @@ class Structure:
             self._identities = [x for x in self._identities if x.modules == latest.modules]  # no replaced module
         self._identities = [latest, *(x for x in self._identities if x is not latest)][:MAX_IDENTITIES]
         return latest
+
+    def forget_verdicts(self) -> None:
+        """Has the next call of the model ask again what has been found out about it."""
+        for identity in self._identities:
+            identity.verdict = None
 
     def modules_of(self, model: nn.Module, kind: type | str) -> list[nn.Module]:
         """The modules of a class, or with an attribute of a name, that the model had when its identity was last asked
@@ -183,61 +278,41 @@ def _copied(attributes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {**attributes, **dicts}
 
 
-def _kinds_of_tensors(module: nn.Module, registries: tuple[str, ...]) -> Iterator[tuple]:
-    """The kind of each parameter and buffer among these attributes: code replaces tensors by others of their kind, as
-    offloading does in each call. Caches of rotary embeddings grow.
+def _kinds_of_tensors(module: nn.Module) -> Iterator[tuple]:
+    """The kind of each parameter and buffer: code replaces tensors by others of their kind, as offloading does in each
+    call. Caches of rotary embeddings grow.
     """
-    for registry in _TENSORS if _TENSORS[0] in registries else ():
+    for registry in _TENSORS:
         for name, x in vars(module)[registry].items():
             yield name, type(x), getattr(x, "dtype", None), x is not None and registry == _TENSORS[0] and x.shape
 
 
-def has_additions(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own."""
-    return "forward" in vars(module) or any(vars(module)[name] for name in head.HOOKS)
+def _has_version(x: Tensor | None) -> TypeGuard[Tensor]:
+    return type(x) is Tensor and not x.is_inference()
+
+
+def _written(buffers: list[Tensor]) -> list[tuple[int, int]]:
+    """Where buffers lie, and how often each has been written to."""
+    return [*zip(map(Tensor.data_ptr, buffers), map(_version_of, buffers), strict=True)]
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
-    """Identifies the hooks on a module and a replaced forward, except those that fastdpo sets, and hooks of
-    engines: TRL removes DeepSpeed's while a model generates, and adds new ones.
-    """
-    for hook in head.hooks_of(module):
-        is_named = name_of(hook).split(".")[-1] in harmless.HOOKS or module_of(hook) in harmless.HOOK_MODULES
-        if not is_named and not head.is_hook_of_engine(hook):
-            yield _identity(hook)
+    """Identifies the hooks on a module (see `hook_identities`) and a replaced forward, except that of fastdpo."""
+    yield from hook_identities(hooks_of(module))
     forward = vars(module).get("forward")
     if head.is_installed(forward):
         forward = vars(module).get(head.OWN_FORWARD)
     if forward is not None:
-        yield _identity(forward)
+        yield identity_of(forward)
 
 
 def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ...]]:
     """The class of a module, and its plain attributes that results may depend on."""
-    kept = (
-        (name, x)
-        for name, x in vars(module).items()
-        if type(x) in PLAIN and name not in harmless.ATTRIBUTES and not name.startswith(harmless.COUNTERS)
-    )
-    return type(module), tuple(kept)
+    return type(module), tuple((name, x) for name, x in attributes_of(module).items() if type(x) in PLAIN)
 
 
-def _are_equal(attributes: object, cached: object) -> bool:
+def _are_equal(present: object, cached: object) -> bool:
     try:
-        return attributes == cached  # values that are the same object are equal, whatever they are
+        return bool(present == cached)  # values that are the same object are equal, whatever they are
     except (RuntimeError, ValueError):  # raised by tensors and arrays
         return False
-
-
-def _identity(function: Callable) -> tuple:
-    """Identifies a function by its code, its owner and the values it closes over.
-
-    Its id would not do: hooks are often created anew.
-    """
-    owner = id(getattr(function, "__self__", None))
-    function = inner_function(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return id(type(function)), owner
-    values = (*(function.__defaults__ or ()), *closure_contents(function))
-    return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from ..reasons import Reason
 from . import attention
+from .attachments import user_hooks
 from .facts import rope_limit
 from .functions import forwards_of, inner_function, module_of, name_of
 from .harmless import FORWARD_WRAPPERS, is_of
-from .head import is_hook_of_engine
+from .head import head_of
 from .mixers import finding
 from .parts import language_model
 
@@ -67,18 +68,13 @@ def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     return None
 
 
-def backward_hooks_reason(model: PreTrainedModel) -> Reason | None:
-    """Returns which backward hooks the modules of a model that train have, other than those of engines, or None if
-    they have none.
+def hooks_reason(model: PreTrainedModel) -> Reason | None:
+    """Returns which hooks of user code see the activations inside of a model, or None if none does. Hooks on the head
+    have a reason of their own (see `head.unsupported_reason`).
     """
-    hooks = {
-        name_of(hook)
-        for module in model.modules()
-        if module is not model
-        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-        if not is_hook_of_engine(hook) and any(x.requires_grad for x in module.parameters())
-    }
-    return Reason("backward-hooks", hooks=", ".join(sorted(hooks))) if hooks else None
+    inside = (x for x in model.modules() if x is not model and x is not head_of(model))
+    names = sorted({*map(name_of, user_hooks(inside))})
+    return Reason("user-hooks", hooks=", ".join(names)) if names else None
 
 
 def rope_reason(model: PreTrainedModel, width: int) -> Reason | None:

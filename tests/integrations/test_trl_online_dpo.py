@@ -17,6 +17,7 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 import fastdpo
 from fastdpo.ops.head import logit_rows
 from tests.contract.trainers.trl.online_dpo import FULL, OPTIONS, prompts
+from tests.support.models.watching import watch
 from tests.support.trl.dpo import assert_fused, assert_same_bits
 from tests.support.trl.online import (
     SUMS_OVER_PADDING,
@@ -71,7 +72,7 @@ def test_autocast(three):
     cast = []
 
     def watched(model):
-        model.model.register_forward_pre_hook(lambda *_: cast.append(torch.is_autocast_enabled("cpu")))
+        watch(model.model, lambda **_: cast.append(torch.is_autocast_enabled("cpu")))
         return model
 
     stock, _, patched = three(bf16=True, prepare=watched, max_steps=2)

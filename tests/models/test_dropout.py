@@ -111,9 +111,10 @@ class OtherPrompt(torch.nn.Dropout):
     layouts: list
 
     def forward(self, x):
-        if not self.layouts or self.layouts[-1].multiplicity.numel() != x.shape[1]:  # the probe
+        made = [layout.multiplicity for layout in self.layouts if layout.multiplicity.numel() == x.shape[1]]
+        if not made:  # the probe
             return super().forward(x)
-        shared = (self.layouts[-1].multiplicity > 1)[None, :, None]
+        shared = (made[-1] > 1)[None, :, None]
         return torch.where(shared, torch.nn.functional.dropout(x, 2 * self.p, self.training), super().forward(x))
 
 

@@ -1,5 +1,7 @@
 """A model that is scored whole, and then sharded by FSDP2, on one rank."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,9 @@ from torch.distributed.fsdp import fully_shard
 
 import fastdpo
 from fastdpo.models import forward
+from fastdpo.models.examine import probe
 from fastdpo.models.state import ForwardOptions
+from tests.support.models.planted import PLANTED, Scaled, in_layers
 from tests.support.trl.dpo import tiny_model
 
 NAME = "a model that is sharded later"
@@ -32,3 +36,54 @@ def test_a_model_is_examined_again_once_it_is_sharded(mesh):
     torch.testing.assert_close(sharded, whole)
     paths = {path: n for (name, _, path), n in fastdpo.calls.items() if name == NAME}
     assert paths == {"fused": 2}
+
+
+IN_UNITS = {
+    **{name: set(planted.reasons) for name, planted in PLANTED.items()},
+    **{name: {"changed-model"} for name in ("switched buffer", "changed entry", "changing attribute", "configuration")},
+}
+"""By what is planted, the reasons that a model has which ranks run together: they examine it once."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_sharded_model_with_more_than_weights(mesh, name, caplog):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(97, (4, 30), generator=generator) for _ in range(3)]
+    of_sides = []
+    for is_ours in (False, True):
+        model = tiny_model().double().train()
+        PLANTED[name].plant(model)
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=mesh)
+        if is_ours:
+            fastdpo.prepare(model)
+        found = []
+        for ids in batches:
+            mask = torch.ones_like(ids)
+            if is_ours:
+                logps = fastdpo.score(model, ids, mask, ids).logps
+            else:
+                logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+                logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            model.zero_grad()
+            logps.sum().backward()
+            gradients = {key: x.grad.full_tensor() for key, x in model.named_parameters() if x.grad is not None}
+            found.append((logps.detach(), gradients))
+        of_sides.append(found)
+    torch.testing.assert_close(*of_sides, rtol=1e-5, atol=1e-5)  # rotary embeddings are in float32
+    assert {x.rpartition("[")[2].rstrip("]") for x in caplog.messages if ": not fused, " in x} == IN_UNITS[name]
+
+
+def test_sharded_layers_of_other_code_run_padded_where_they_were_not_examined(mesh, monkeypatch, caplog):
+    monkeypatch.setattr(probe, "LONG", 100)
+    model = tiny_model().train()
+    in_layers(Scaled)(model)
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    fastdpo.prepare(model)
+    before = Counter(fastdpo.calls)
+    for length in (20, 30):
+        ids = torch.randint(97, (4, length), generator=torch.Generator().manual_seed(0))
+        fastdpo.score(model, ids, torch.ones_like(ids), ids)
+    assert {path: n for (*_, path), n in (fastdpo.calls - before).items()} == {"fused": 1, "padded": 1}
+    assert "batches of more than 100 tokens were not examined" in caplog.text

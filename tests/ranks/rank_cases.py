@@ -39,6 +39,7 @@ from tests.support.kernels import recorder
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.models.trained_effects import EFFECTS
+from tests.support.models.watching import change
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl import kto, sft
 from tests.support.trl.dpo import dataset, pairs, tiny_model
@@ -172,12 +173,12 @@ def record_graphs(model: PreTrainedModel) -> None:
 def spoil_packed(model: PreTrainedModel) -> None:
     """Makes a model return wrong hidden states for packed batches, whose masks are int32."""
 
-    def spoil(module, args, kwargs, output):
-        if kwargs["attention_mask"].dtype == torch.int32:
+    def spoil(output, attention_mask, **kwargs):
+        if attention_mask.dtype == torch.int32:
             output.last_hidden_state = 2 * output.last_hidden_state
         return output
 
-    model.model.register_forward_hook(spoil, with_kwargs=True)
+    change(model.model, spoil)
 
 
 def disqualify(model: PreTrainedModel) -> None:

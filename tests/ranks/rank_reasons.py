@@ -16,6 +16,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.models.watching import change, watch
+
 Arguments = tuple[tuple, dict[str, Any]]
 
 
@@ -161,8 +163,9 @@ def replace_forward_of_head(model: PreTrainedModel) -> None:
 
 
 def count_in_a_buffer(model: PreTrainedModel) -> None:
-    model.model.norm.register_buffer("calls", torch.zeros(()))
-    model.model.norm.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+    norm = model.model.norm
+    norm.register_buffer("calls", torch.zeros(()))
+    watch(norm, lambda *_: norm.calls.add_(1))
 
 
 def drop_attention(model: PreTrainedModel) -> None:
@@ -174,10 +177,10 @@ def drop_attention(model: PreTrainedModel) -> None:
 def fail_packed(model: PreTrainedModel) -> None:
     """Makes a model return something else for packed batches, whose masks are int32. Reading it raises an error."""
 
-    def as_tuple(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        return output.to_tuple() if kwargs["attention_mask"].dtype == torch.int32 else output
+    def as_tuple(output: Any, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
+        return output.to_tuple() if attention_mask.dtype == torch.int32 else output
 
-    model.model.register_forward_hook(as_tuple, with_kwargs=True)
+    change(model.model, as_tuple)
 
 
 def watch_gradients(model: PreTrainedModel) -> None:
@@ -189,8 +192,8 @@ AGREED: dict[str, Callable[[PreTrainedModel], None]] = {
     "split-sequences": split_sequences,
     "head-hooks": hook_head,
     "head-forward": replace_forward_of_head,
-    "written-buffers": count_in_a_buffer,
-    "backward-hooks": watch_gradients,
+    "keeps-state": count_in_a_buffer,
+    "user-hooks": watch_gradients,
     "cannot-run": fail_packed,
 }
 """By the name of the reason, a change of a model for which all ranks fall back."""
@@ -221,6 +224,8 @@ NOT_OF_ONE_RANK = {
         ),
         _IMAGES,
     ),
+    "changing-model": "ranks that run a model together examine it once (changed-model)",
+    "examined-tokens": "of layers with code of their own: tests/models/test_sharding.py",
     "image-ranks": "of FSDP2 alone (images on the first rank): under ZeRO-3, stock ends with an error",
     "ids-outside": "the model's own forward raises an error at such an id",
     "cannot-install": "ranks have the same packages",

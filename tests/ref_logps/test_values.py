@@ -15,6 +15,7 @@ from fastdpo import ref_logps
 from fastdpo.packing import pack_pairs
 from fastdpo.ref_logps.pairs import Pairs, batches
 from tests.support.models.families import tiny_family
+from tests.support.models.watching import watch
 from tests.support.ref_logps import assert_close, exact, tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 
@@ -183,9 +184,7 @@ def test_batches_are_longest_first_and_within_the_budget():
 
 def test_the_budget_bounds_the_tokens_per_forward(monkeypatch):
     model, seen = tiny_model(), []
-    model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    watch(model.model, lambda **kwargs: seen.append(kwargs["input_ids"].numel()))
     for budget in (80, 160):
         seen.clear()
         ref_logps.precompute(model, tokens(60), tokens_per_batch=budget)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..attachments import unwatched
 from ..facts import has_dropout
 
 if TYPE_CHECKING:
@@ -74,16 +77,25 @@ whichever form is asked for, and through whatever functions.
 """
 
 
-def forked_random_state() -> AbstractContextManager[None]:
-    """A context after which the random numbers of all devices that are used are drawn as before."""
+@contextmanager
+def forked_random_state() -> Iterator[None]:
+    """After the block, the random numbers of all devices that are used, of Python and of NumPy are drawn as before."""
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices=list(cuda))
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=list(cuda)):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager
 def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[WithoutDropout]:
-    """A block in which a model may be run and differentiated without a trace: its buffers, what its rotary
-    embeddings and its quantized modules keep, and random states are restored.
+    """A block in which a model may be run and differentiated without a trace: what its quantized modules keep, random
+    states, gradients and the hooks of its parameters are restored (see `snapshot.restored` for the rest).
 
     In the block, a model draws no random numbers that torch's dropout or NEFTune's noise would draw, and runs
     without autocast. Compiled layers run as they are written: a graph would be compiled for these rows alone,
@@ -103,6 +115,7 @@ def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[Withou
         torch.compiler.set_stance("force_eager"),
         with_values(values),
         _preserved_attributes(model),
+        unwatched(model.parameters()),
         WithoutDropout() as dropout,
     ):
         yield dropout
@@ -112,31 +125,6 @@ def is_quantized(x: Tensor) -> bool:
     """Whether a parameter holds codes of numbers, as those of bitsandbytes and torchao do."""
     is_subclass = is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor)
     return is_subclass or not x.is_floating_point() or torch.finfo(x.dtype).bits < 16
-
-
-@contextmanager
-def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the buffers of a model after the block, and whatever else its rotary embeddings keep of
-    the width of their last batch. Yields a list that then names the other buffers that had changed.
-    """
-    rotary = [
-        (module, dict(vars(module)), dict(module._buffers))
-        for module in model.modules()
-        if hasattr(module, "rope_type")
-    ]
-    of_rotary = {id(x) for _, _, buffers in rotary for x in buffers.values()}
-    before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
-    written: list[str] = []
-    try:
-        yield written
-    finally:
-        for name, x, copy in before:
-            if not _equal(x, copy):
-                written += [] if id(x) in of_rotary else [name]
-                x.copy_(copy)
-        for module, attributes, buffers in rotary:
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
 
 
 @contextmanager
@@ -159,8 +147,3 @@ def _preserved_attributes(model: nn.Module) -> Iterator[None]:
 def _is_record(x: object) -> bool:
     """Whether an object keeps values in attributes, as a `MatmulLtState` and a `QuantState` do."""
     return hasattr(x, "__dict__") and not isinstance(x, Tensor | nn.Module | type) and not callable(x)
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal. NaN equals NaN."""
-    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))

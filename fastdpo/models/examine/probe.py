@@ -20,14 +20,15 @@ from ... import packing
 from ...accuracy import PROBE_FACTOR, fixed_rounding, perturbed, probe_bound, product_unit, row_errors
 from ...reasons import Reason
 from .. import attention
-from ..facts import attention_window, logit_transform
+from ..facts import attention_window, has_own_code, logit_transform
 from ..mixers import finding, function_probe
 from ..parts import backbone, text_config
 from ..reward_head import RewardHead
-from ..sharding import shared_reason
+from ..sharding import is_sharded, shared_reason
 from ..support import rope_reason
-from .comparable import preserved_buffers, undisturbed
-from .runs import differentiable, gradient_difference, least_unit, run_backbone
+from .comparable import is_quantized, undisturbed
+from .runs import Run, differentiable, gradient_difference, least_unit, run_backbone
+from .snapshot import restored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,6 +42,15 @@ LONGEST = 24
 """Number of tokens of the longest prefix of the rows whose gradients are compared."""
 
 SHORTEST_BRANCH = 7
+
+TOKENS = 5 + (SHORTEST_BRANCH + 9 + 8) + LONGEST + (11 + 14)
+"""Number of tokens of the packed rows, those of windows left out."""
+
+LONG = 8192
+"""Number of tokens up to which ranks that run a model with code of its own together examine it at once."""
+
+COMPARED = {"keeps-state", "unknown-randomness", "added-gradients", "different-gradients", "different-states"}
+"""Names of the reasons that a comparison gives, and that hold for another model with the same code."""
 
 START = 3
 """Number of tokens at the start of a branch. Convolutions of width 4 see their prefix."""
@@ -64,23 +74,33 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     """Compares packed with padded rows of a model that is switched to packed attention, in the mode that it is in.
 
     Two groups of rows are run. The rows are the same in every process, so that ranks that run the
-    model together come to the same result. In training mode, the gradients of a model that trains are
-    compared as well. If the model's attention has a window, rows that are longer are run, too,
-    without gradients, since they may be long.
+    model together come to the same result. Gradients are compared as well: those of the embeddings' output
+    and, in training mode, of the parameters that are trained. If the model's attention has a window, rows
+    that are longer are run, too, without gradients, since they may be long.
     """
     window = attention_window(text_config(model))
     with torch.inference_mode(False):
-        result = _probe_rows(model, device, LONGEST, gradients=_trains(model))
+        trains = _trains(model)
+        result = _probe_rows(model, device, LONGEST, gradients=trains or _may_be_differentiated(model))
+        if not trains and result.unsupported_reason is not None and result.unsupported_reason.name == "cannot-run":
+            result = _probe_rows(model, device, LONGEST, gradients=False)  # kernels for inference have no backward pass
         if result.unsupported_reason is None and window is not None and LONGEST - 8 < window <= LONGEST_PROBE:
             longer = _probe_rows(model, device, window + 8, gradients=False)
+            result = result._replace(unsupported_reason=longer.unsupported_reason)
+        if result.unsupported_reason is None and is_sharded(model) and has_own_code(model):
+            longer = _probe_rows(model, device, LONGEST, gradients=False, copies=LONG // TOKENS + 1)
             result = result._replace(unsupported_reason=longer.unsupported_reason)
     return result
 
 
-def _probe_rows(model: PreTrainedModel, device: torch.device, longest: int, gradients: bool) -> ProbeResult:
-    """Probes a model with rows whose longest prefix has `longest` tokens, if the model has as many positions."""
+def _probe_rows(
+    model: PreTrainedModel, device: torch.device, longest: int, gradients: bool, copies: int = 1
+) -> ProbeResult:
+    """Probes a model with rows whose longest prefix has `longest` tokens, if the model has as many positions, or with
+    several times as many rows.
+    """
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
-    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16))
+    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16), copies)
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
@@ -99,9 +119,8 @@ def compare(
 ) -> ProbeResult:
     """Compares the packed hidden states of a batch, and their gradients, with its padded ones.
 
-    The model is left as it was. One that writes to its buffers when it runs is unsupported, since they
-    would then hold statistics of packed tokens. Rotary embeddings may write theirs: they follow the
-    width of the batch.
+    The model is left as it was. One whose modules change when it runs is unsupported: they would keep
+    what they have seen of packed tokens.
 
     Args:
         model: a model that is switched to packed attention.
@@ -111,12 +130,10 @@ def compare(
     """
     device = padded["input_ids"].device
     try:
-        with undisturbed(model, device) as dropout, preserved_buffers(model) as written:
+        with undisturbed(model, device) as dropout:
             reason, recorded = _compare(model, layout, padded, packed, gradients)
     except packing.NotPackable as error:
         return ProbeResult(error.reason)
-    if reason is None and written:
-        reason = Reason("written-buffers", model=type(model).__name__, buffers=", ".join(written))
     return ProbeResult(shared_reason(model, reason), dropout.is_random, recorded.dropout)
 
 
@@ -142,6 +159,9 @@ def _compare(
         again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None, of_tokens)
 
     name = type(model).__name__
+    changed = _changed(expected, rounded, found, again)
+    if changed:
+        return Reason("keeps-state", model=name, names=changed), recorded
     starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
     least = least_unit(model, found)
     allowed = probe_bound(max(_worst_error(layout, rounded.states, expected.states, starts), least / 16))
@@ -163,6 +183,17 @@ def _trains(model: PreTrainedModel) -> bool:
     parameters = [*model.parameters()]
     is_frozen = not any(x.requires_grad for x in parameters) or any(x.is_inference() for x in parameters)
     return model.training and not is_frozen
+
+
+def _may_be_differentiated(model: PreTrainedModel) -> bool:
+    """Whether a model that does not train may be. Engines prepare a backward pass in models that train."""
+    return not is_sharded(model) and not any(x.is_inference() or is_quantized(x) for x in model.parameters())
+
+
+def _changed(*runs: Run) -> str:
+    """Names of what runs have changed in a model, as far as they fit into a line."""
+    names = [*dict.fromkeys(name for run in runs for name in run.changed)]
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 @contextmanager
@@ -242,7 +273,7 @@ def _unexplained_error(
     expected, found, dtypes = [], [], set()
     with (
         undisturbed(model, device),
-        preserved_buffers(model),
+        restored(model),
         attention.witness(),  # which leaves out attention dropout
         differentiable(model, gradients=False),
     ):
@@ -261,20 +292,22 @@ def _rounded(x: Any, unit: float) -> Any:
     return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _rows(config: PretrainedConfig, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [5, L], groups [5]: three short rows with one prefix, and two long rows with another, of `longest`
-    tokens.
+def _rows(config: PretrainedConfig, longest: int, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and mask [R, L], groups [R], in each of R/5 copies: three short rows with one prefix, and two long rows with
+    another, of `longest` tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> Tensor:
         return torch.randint(config.vocab_size, (n,), generator=generator, device="cpu")
 
-    rows = []
-    for prefix, branches in ((tokens(5), (SHORTEST_BRANCH, 9, 8)), (tokens(longest), (11, 14))):
+    rows, groups_of_rows = [], []
+    for group in range(2 * copies):
+        prefix, branches = (tokens(longest), (11, 14)) if group % 2 else (tokens(5), (SHORTEST_BRANCH, 9, 8))
         rows += [torch.cat([prefix, tokens(n)]) for n in branches]
+        groups_of_rows += len(branches) * [group]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths, groups = torch.tensor([[len(row) for row in rows], [0, 0, 0, 1, 1]], device="cpu")
+    lengths, groups = torch.tensor([[len(row) for row in rows], groups_of_rows], device="cpu")
     return ids, (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long(), groups
 
 

@@ -19,6 +19,7 @@ from ...reasons import Reason
 from ..parts import backbone
 from ..sharding import local_shard, parameters_of_run
 from .comparable import is_quantized
+from .snapshot import restored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,10 +42,12 @@ class Run(NamedTuple):
     Attributes:
         states: hidden states of scored positions, [M, D].
         gradients: those of a weighted sum of the states, as sketches by the names of the parameters.
+        changed: names of what the modules keep that the run has changed (see `snapshot.restored`).
     """
 
     states: Tensor
     gradients: dict[str, Tensor]
+    changed: list[str]
 
 
 def run_backbone(
@@ -60,17 +63,21 @@ def run_backbone(
         passing: makes a context for the forward pass, and one for the backward pass, which ranks that run the model
             together begin only if all of them have finished the forward pass.
     """
-    with differentiable(model, weight is not None) as embedded, parameters_of_run(model) as parameters:
+    with (
+        restored(model) as changed,
+        differentiable(model, weight is not None) as embedded,
+        parameters_of_run(model) as parameters,
+    ):
         with passing():
             states = backbone(model)(**inputs).last_hidden_state.flatten(0, 1).to(index.device)[index]
         if weight is None:
-            return Run(states.detach(), {})
-        leaves = {name: x for name, x in parameters.items() if x.requires_grad}
+            return Run(states.detach(), {}, changed)
+        leaves = {name: x for name, x in parameters.items() if x.requires_grad and model.training}
         random = torch.randn(states.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         upstream = (weight * random).to(states)
         with passing():
             gradients = _sketches(states, upstream, leaves, embedded[0], inputs["input_ids"])
-        return Run(states.detach(), gradients)
+        return Run(states.detach(), gradients, changed)
 
 
 @contextmanager

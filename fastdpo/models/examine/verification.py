@@ -26,6 +26,7 @@ from ...ops import definitions
 from ...ops.head.results import TokenLogps
 from ...reasons import Reason
 from .. import calls, gradients
+from ..attachments import unwatched
 from ..scoring import prior_logits, score, targets_of_call
 from ..sharding import is_sharded
 from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
@@ -140,10 +141,10 @@ def _compare(
         return _outcome(model, label_mask, scores, *score(fused, *call))
 
     unit = training_unit(model)
-    values = [(x, "grad", None) for x in model.parameters()]
+    values: list[tuple[Any, str, Any]] = []
     values += [(x, "p", 0.0) for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
     values += [(x, "training", False) for x in model.modules() if is_random]
-    with forked_random_state(), with_values([NOT_REENTRANT, *values]):
+    with forked_random_state(), with_values([NOT_REENTRANT, *values]), unwatched(model.parameters()):
         with _as_before(model, fused):
             expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):

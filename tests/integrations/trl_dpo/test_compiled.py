@@ -26,6 +26,7 @@ from tests.support.comparison import (
 )
 from tests.support.models.families import HYBRID, tiny_family
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
+from tests.support.models.watching import change
 from tests.support.trl.dpo import (
     adapter,
     assert_fused,
@@ -268,14 +269,14 @@ def broken(model):
     return model
 
 
-def hooked(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+def changed(model):
+    change(model.model.layers[1].mlp, lambda output: 2 * output)
     return model
 
 
 FALLBACKS = {
     "break": (dict(prepare=broken), "compiled-error"),
-    "hook": (dict(prepare=hooked), "compiled-hooks"),
+    "forward": (dict(prepare=changed), "compiled-hooks"),
     "mixers": (
         dict(kind="lfm2", tiny=HYBRID["lfm2"][1]),
         "compiled-mixers",

@@ -138,7 +138,7 @@ def test_values_of_a_different_model_with_equal_weights_are_not_reused(changed, 
             first, calls = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))
         again = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))[1]
     hooked = changed is with_hook
-    assert (calls, again) == (1, 1 if hooked else 0)
+    assert (calls, again) == ((4, 4) if hooked else (1, 0)), "TRL's batches, or one of fastdpo's, which is kept"
     assert ("not cached" in caplog.text) == hooked
     assert_close(values(first), values(stock))
     assert not torch.allclose(values(first), values(plain))

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from transformers.models.llama.modeling_llama import LlamaModel
 from trl import DPOTrainer
 
 import fastdpo
@@ -15,6 +16,7 @@ from tests.contract.trainers.trl.dpo import LOSSES, OF_TRL
 from tests.support import faults
 from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import FUSED, kind, tiny_family
+from tests.support.models.watching import change, watch
 from tests.support.trl.dpo import (
     assert_a_missing_token_is_noticed,
     assert_fused,
@@ -106,12 +108,12 @@ def test_the_call_counters_detect_a_disabled_fused_path(both):
 def with_doubled_packed_states(model):
     """Doubles the hidden states of packed calls, whose mask is an int32 layout."""
 
-    def double(module, args, kwargs, output):
-        if kwargs["attention_mask"].dtype == torch.int32:
+    def double(output, attention_mask, **kwargs):
+        if attention_mask.dtype == torch.int32:
             output.last_hidden_state = 2 * output.last_hidden_state
         return output
 
-    model.model.register_forward_hook(double, with_kwargs=True)
+    change(model.model, double)
     return model
 
 
@@ -127,9 +129,8 @@ def test_one_layout_serves_policy_and_reference(tmp_path):
     positions = {"policy": [], "reference": []}
     models = {name: tiny_model(seed=seed) for seed, name in enumerate(positions)}
     for name, model in models.items():
-        model.model.register_forward_pre_hook(
-            lambda module, args, kwargs, seen=positions[name]: seen.append(kwargs.get("position_ids")), with_kwargs=True
-        )
+        seen = positions[name]
+        watch(model.model, lambda seen=seen, **kwargs: seen.append(kwargs.get("position_ids")))
     with fastdpo.patched():
         train(tmp_path, *models.values(), max_steps=2)
     (*_, a, b), (*_, c, d) = positions.values()  # the earlier ones are from probes
@@ -138,7 +139,7 @@ def test_one_layout_serves_policy_and_reference(tmp_path):
     assert a.data_ptr() != b.data_ptr()
 
 
-def test_a_model_is_probed_once(tmp_path):
+def test_a_model_is_probed_once(tmp_path, monkeypatch):
     models = [tiny_model(seed=0), tiny_model(seed=1)]
     calls = []  # (model, number of training steps started)
     steps = Counter()
@@ -148,8 +149,13 @@ def test_a_model_is_probed_once(tmp_path):
             steps["done"] += 1
             return super().training_step(*args, **kwargs)
 
-    for model in models:
-        model.model.register_forward_hook(lambda module, *_: calls.append((id(module), steps["done"])))
+    own = LlamaModel.forward
+
+    def forward(self, *args, **kwargs):
+        calls.append((id(self), steps["done"]))
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
     with fastdpo.patched():
         train(tmp_path, *models, trainer_class=Counting, max_steps=3)
     calls_by_step = Counter(calls)

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from tests.support.models.watching import change
 from tests.support.trl.dpo import LORA, WORDS
 
 
@@ -67,25 +68,26 @@ def hook_on_a_layer(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.25)
 
 
-def hook_on_first_tokens(model: PreTrainedModel) -> None:
-    def steer(module, args, output):
-        return torch.cat([output[:, :1] + 1.0, output[:, 1:]], 1)
-
-    model.model.layers[0].mlp.register_forward_hook(steer)
+def hook_of_gradients(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-def hook_on_shapes(model: PreTrainedModel) -> None:
-    def check(module, args, output):
+def forward_that_reads_positions(model: PreTrainedModel) -> None:
+    change(model.model.layers[0].mlp, lambda output: torch.cat([output[:, :1] + 1.0, output[:, 1:]], 1))
+
+
+def forward_that_reads_shapes(model: PreTrainedModel) -> None:
+    def check(output):
         if len(output) % 2:
             raise ValueError("an even number of rows was expected")
+        return output
 
-    model.model.layers[0].mlp.register_forward_hook(check)
+    change(model.model.layers[0].mlp, check)
 
 
 def forward_of_a_layer(model: PreTrainedModel) -> None:
-    mlp = model.model.layers[1].mlp
-    stock = mlp.forward
-    mlp.forward = lambda hidden: stock(hidden) * 0.5
+    change(model.model.layers[1].mlp, lambda output: output * 0.5)
 
 
 def new_layer(model: PreTrainedModel) -> None:
@@ -232,15 +234,20 @@ SURGERIES = [
         "forward pre-hook on the head",
         "the head has hooks: hook_before_the_head.<locals>.<lambda>",
     ),
-    Surgery(hook_on_a_layer, "hook on a layer that treats every token alike"),
     Surgery(
-        hook_on_first_tokens,
-        "hook on a layer that reads positions",
+        hook_on_a_layer,
+        "hook on a layer",
+        "hooks on its modules see its activations: hook_on_a_layer.<locals>.<lambda>",
+    ),
+    Surgery(hook_of_gradients, "hook on a weight, as of an optimizer in the backward pass"),
+    Surgery(
+        forward_that_reads_positions,
+        "forward of a layer replaced by one that reads positions",
         "the packed hidden states of LlamaForCausalLM differ",
     ),
     Surgery(
-        hook_on_shapes,
-        "hook on a layer that reads shapes",
+        forward_that_reads_shapes,
+        "forward of a layer replaced by one that reads shapes",
         "LlamaForCausalLM cannot be run on padded rows: ValueError: an even number",
     ),
     Surgery(forward_of_a_layer, "forward of a layer replaced"),
@@ -270,7 +277,7 @@ SURGERIES = [
     Surgery(
         hooks_written_to_attributes,
         "hooks of a layer written to `vars(module)`",
-        "the packed hidden states of LlamaForCausalLM differ",
+        "hooks on its modules see its activations: hooks_written_to_attributes.<locals>.<lambda>",
     ),
     Surgery(
         dropout_written_to_attributes,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tests.support.comparison import sharpen
+from tests.support.models.watching import change
 
 
 class AddedLoss(torch.autograd.Function):
@@ -109,11 +110,13 @@ def noise_by_a_forward(model: PreTrainedModel) -> None:
 
 
 def position_in_training(model: PreTrainedModel) -> None:
-    def louder(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        ramp = torch.linspace(0, 1, output.shape[1], dtype=output.dtype)
-        return output * (1 + ramp[:, None] * module.training)
+    mlp = model.model.layers[1].mlp
 
-    model.model.layers[1].mlp.register_forward_hook(louder)
+    def louder(output: Tensor) -> Tensor:
+        ramp = torch.linspace(0, 1, output.shape[1], dtype=output.dtype)
+        return output * (1 + ramp[:, None] * mlp.training)
+
+    change(mlp, louder)
 
 
 def compiled_layers(model: PreTrainedModel) -> None:
@@ -131,8 +134,8 @@ class Effect(NamedTuple):
 EFFECTS = {
     "balanced experts": Effect(balanced_experts, "added-gradients"),
     "compressed activations": Effect(compressed_activations, "different-gradients"),
-    "clipping per row": Effect(clipping_per_row, "backward-hooks"),
-    "noise by a hook": Effect(noise_by_a_hook, "unknown-randomness"),
+    "clipping per row": Effect(clipping_per_row, "user-hooks"),
+    "noise by a hook": Effect(noise_by_a_hook, "user-hooks"),
     "noise by a forward": Effect(noise_by_a_forward, "unknown-randomness"),
     "positions in training": Effect(position_in_training, "different-states"),
     "compiled layers": Effect(compiled_layers, None),

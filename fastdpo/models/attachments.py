@@ -1,0 +1,101 @@
+"""Code that others have attached to the modules of a model: hooks, and forwards that replace those of classes.
+
+A hook of user code on a module inside of the model sees the arguments and the outputs of that module, which are packed
+tokens in a fused call. Such a model runs as the trainer's own path has it for as long as the hook is there. Hooks on
+the model itself see its padded calls, and those on parameters the gradients of a step, so both may stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all_modules
+
+from . import harmless
+from .functions import closure_contents, inner_function, module_of, name_of
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its hooks. For those of every module, torch has dictionaries of like names."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+_hooks_of_all: list[dict[int, Callable]] = [getattr(hooks_of_all_modules, f"_global{name}") for name in HOOKS]
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable]:
+    for name in HOOKS:
+        yield from vars(module)[name].values()
+
+
+def hooks_of_every_module() -> list[Callable]:
+    """Those of `torch.nn.modules.module.register_module_forward_hook` and of its relatives."""
+    return [hook for hooks in _hooks_of_all if hooks for hook in hooks.values()]
+
+
+def is_hook_of_engine(hook: Callable) -> bool:
+    """Whether a hook is one of those that gather and release the weights of a module (see `harmless.ENGINES`)."""
+    return harmless.is_of(_written_in(hook), harmless.ENGINES)
+
+
+def user_hooks(modules: Iterable[nn.Module]) -> list[Callable]:
+    """The hooks of modules, and those of every module, other than those that are known not to look at activations."""
+    hooks = chain(hooks_of_every_module(), chain.from_iterable(map(hooks_of, modules)))
+    return [hook for hook in hooks if not harmless.is_of(_written_in(hook), harmless.HOOKING)]
+
+
+def has_additions(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    return "forward" in vars(module) or any(vars(module)[name] for name in HOOKS)
+
+
+def hook_identities(hooks: Iterable[Callable]) -> Iterator[tuple]:
+    """Identifies hooks, except those that fastdpo sets, and hooks of engines: TRL removes DeepSpeed's while a model
+    generates, and adds new ones.
+    """
+    for hook in hooks:
+        is_named = name_of(hook).split(".")[-1] in harmless.HOOKS or module_of(hook) in harmless.HOOK_MODULES
+        if not is_named and not is_hook_of_engine(hook):
+            yield identity_of(hook)
+
+
+def identity_of(function: Callable) -> tuple:
+    """Identifies a function by its code, its owner and the values it closes over.
+
+    Its id would not do: hooks are often created anew.
+    """
+    owner = id(getattr(function, "__self__", None))
+    function = inner_function(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(type(function)), owner
+    values = (*(function.__defaults__ or ()), *closure_contents(function))
+    return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)
+
+
+@contextmanager
+def unwatched(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """In the block, leaves of autograd have no hooks and no gradients. What runs in it is no step of a training, and an
+    optimizer in the backward pass would take it for one.
+    """
+    kept: list[tuple[Any, str, Any]] = []
+    try:
+        for x in tensors:
+            for name, absent in (("_backward_hooks", None), ("_post_accumulate_grad_hooks", {}), ("grad", None)):
+                value = getattr(x, name)
+                if value is not None:
+                    kept.append((x, name, value))
+                    setattr(x, name, absent)
+        yield
+    finally:
+        for x, name, value in kept:
+            setattr(x, name, value)
+
+
+def _written_in(hook: Callable) -> str:
+    """The module that a hook was written in, whatever decorates it."""
+    return module_of(inspect.unwrap(inner_function(hook)))

@@ -1,0 +1,52 @@
+"""Models are more than their weights: with hooks, state and attributes of users, training equals stock."""
+
+import pytest
+
+import fastdpo
+from fastdpo.models import compiled
+from tests.contract.harness import harnesses
+from tests.support.kernels import recorder
+from tests.support.models.planted import PLANTED, hook_on_every_module
+
+TRAINERS = [x for x in harnesses() if x.name in {f"trl.{x}Trainer" for x in ("DPO", "KTO", "Reward", "SFT", "GRPO")}]
+STEPS = 3
+
+
+def reasons_in(messages) -> set[str]:
+    return {x.rpartition("[")[2].rstrip("]") for x in messages if ": not fused, " in x}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS])
+def test_a_model_with_more_than_weights(harness, name, tmp_path, caplog):
+    planted = PLANTED[name]
+    runs = harness.both(tmp_path, prepare=lambda model: planted.plant(model) or model, max_steps=STEPS)
+    assert reasons_in(caplog.messages) == set(planted.reasons)
+    assert any(path == "fused" for _, path in runs[-1].calls) or planted.reasons
+    harness.assert_same(*runs)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("option", ["compile", "graphs"])
+@pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS if x.name == "trl.DPOTrainer"])
+def test_with_compiled_layers_and_graphs(harness, option, name, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    recorder.install(monkeypatch)
+    planted = PLANTED[name]
+    options = {"prepare": lambda model: planted.plant(model) or model, option: True}
+    runs = harness.both(tmp_path, max_steps=STEPS, **options)
+    assert reasons_in(caplog.messages) == set(planted.reasons)
+    harness.assert_same(*runs)
+
+
+@pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS])
+def test_a_hook_on_every_module(harness, tmp_path, caplog):
+    def train(directory):
+        before = dict(fastdpo.calls)
+        run = harness.train(directory, *harness.models(), **harness.one_step)
+        return run, {key[1:] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
+
+    with fastdpo.patched(harness.name), hook_on_every_module():
+        _, paths = train(tmp_path / "hooked")
+    assert {path for _, path in paths} == {"stock"}
+    assert reasons_in(caplog.messages) == {"user-hooks"}

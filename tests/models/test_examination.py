@@ -1,0 +1,204 @@
+"""When a model is examined, in which order, and what that leaves behind."""
+
+import gc
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fastdpo
+from fastdpo.models.contents import containers_in, digest_of, plain_members
+from fastdpo.models.deciding import FREE_EXAMINATIONS
+from fastdpo.models.examine import probe
+from fastdpo.models.examine.snapshot import restored
+from fastdpo.models.state import state_of
+from tests.support.models.planted import Counted, Scaled, in_layers
+from tests.support.models.trained_effects import compressed_activations
+from tests.support.trl.dpo import tiny_model, trained_adapter
+
+IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 10, 11]])
+LABELS = torch.tensor([[-100, -100, -100, 8, 9], [-100, -100, -100, 10, 11]])
+
+
+def scored(model):
+    before = dict(fastdpo.calls)
+    fastdpo.score(model, IDS, labels=LABELS).sums().sum().backward()
+    (path,) = {key[2] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
+    return path
+
+
+def referred(model):
+    before = dict(fastdpo.calls)
+    with torch.no_grad():
+        fastdpo.score(model, IDS, labels=LABELS)
+    (path,) = {key[2] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
+    return path
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    models, own = [], probe.probe
+    monkeypatch.setattr(probe, "probe", lambda model, device: models.append(model) or own(model, device))
+    return models
+
+
+def with_compressed_activations(model):
+    compressed_activations(model)
+    return model
+
+
+def test_gradients_are_examined_though_a_reference_was_called_first(probed):
+    model = trained_adapter(with_compressed_activations(tiny_model()))
+    model.base_model.model.model.layers[0].mlp.up_proj.linear.weight.requires_grad_(True)
+    fastdpo.prepare(model.train())
+    with model.disable_adapter():
+        model.requires_grad_(False)
+        assert referred(model) == "fused"
+    model.set_adapter("default")
+    model.base_model.model.model.layers[0].mlp.up_proj.linear.weight.requires_grad_(True)
+    assert scored(model) == "stock"
+    assert len(probed) == 2
+
+
+def test_a_policy_that_was_examined_is_not_examined_as_its_own_reference(probed):
+    model = fastdpo.prepare(trained_adapter(tiny_model()).train())
+    for _ in range(2):
+        assert scored(model) == "fused"
+        with model.disable_adapter():
+            assert referred(model) == "fused"
+    assert len(probed) == 1
+
+
+def test_gradients_of_parameters_that_are_unfrozen_are_examined(probed):
+    model = with_compressed_activations(tiny_model()).train()
+    weights = [layer.mlp.up_proj.linear.weight for layer in model.model.layers]
+    for weight in weights:
+        weight.requires_grad_(False)
+    fastdpo.prepare(model)
+    assert [scored(model), scored(model)] == ["fused", "fused"]
+    for weight in weights:
+        weight.requires_grad_(True)
+    assert scored(model) == "stock"
+    assert len(probed) == 2
+
+
+@pytest.mark.parametrize("first", ["policy", "reference"])
+def test_policy_and_reference_of_equal_code_run_alike(first):
+    gc.collect()  # models of other tests have this code
+    policy = fastdpo.prepare(with_compressed_activations(tiny_model()).train())
+    reference = fastdpo.prepare(with_compressed_activations(tiny_model(seed=1)).eval().requires_grad_(False))
+    if first == "reference":
+        assert referred(reference) == "fused", "nothing is known yet"
+    assert scored(policy) == "stock"
+    assert referred(reference) == "stock"
+    other = fastdpo.prepare(tiny_model(seed=2).eval())
+    assert referred(other) == "fused", "of other code"
+
+
+def test_a_model_that_changes_at_each_step_is_not_examined_at_each(probed):
+    model = fastdpo.prepare(tiny_model().train())
+    attention = model.model.layers[0].self_attn
+    paths = []
+    for step in range(24):
+        attention.scaling = 0.3 + step / 64
+        paths.append(scored(model))
+    assert len(probed) == FREE_EXAMINATIONS
+    assert paths == ["fused"] * FREE_EXAMINATIONS + ["stock"] * (24 - FREE_EXAMINATIONS)
+    assert [scored(model) for _ in range(3)] == ["fused"] * 3, "the same for the second time"
+    attention.scaling *= 2
+    assert [scored(model) for _ in range(4)] == ["stock", "stock", "fused", "fused"]
+
+
+def test_a_model_that_keeps_state_is_examined_once(probed):
+    model = tiny_model().train()
+    in_layers(Counted)(model)
+    fastdpo.prepare(model)
+    assert {scored(model) for _ in range(8)} == {"stock"}
+    assert len(probed) == 1
+    assert [layer.mlp.count for layer in model.model.layers] == [8] * len(model.model.layers)
+
+
+def test_what_a_dictionary_holds_is_looked_at(probed):
+    model = tiny_model().train()
+    in_layers(Scaled)(model)
+    fastdpo.prepare(model)
+    assert [scored(model), scored(model)] == ["fused"] * 2
+    model.model.layers[0].mlp.scales["mlp"] = 2.0
+    assert [scored(model), scored(model)] == ["fused"] * 2
+    assert len(probed) == 2
+
+
+class Drawing(nn.Module):
+    """Draws from Python's and NumPy's generators, and does not use it."""
+
+    def forward(self, hidden):
+        return hidden + 0.0 * (random.random() + np.random.rand())  # noqa: NPY002
+
+
+def states():
+    return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def test_random_numbers_are_drawn_as_before():
+    model = tiny_model().train()
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Drawing())
+    fastdpo.prepare(model)
+    state = state_of(model)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    expected = states()
+    assert state.examine(model, state, torch.device("cpu")) is None
+    assert states() == expected
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.number, self.names, self.record = 1, ["a"], type("Record", (), {})()
+        self.record.table = {"x": [1, 2]}
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.plain, self.same = torch.ones(2), (1, 2)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self):
+        self.number += 1
+        self.names.append("b")
+        self.record.table["x"][0] = 7
+        self.written.add_(1)
+        self.replaced = torch.ones(2)
+        self.plain.mul_(2)
+        self.new = "attribute"
+        self.same = (*self.same,)
+        torch.rand(3, generator=self.generator)
+
+
+def test_a_snapshot_restores_and_names_what_changed():
+    module = nn.Sequential(Stateful())
+    (inner,) = module
+    written, replaced, state = inner.written, inner.replaced, inner.generator.get_state()
+    with restored(module) as changed:
+        inner()
+    assert set(changed) == {f"0.{x}" for x in ("number", "names", "record", "written", "replaced", "plain", "new")}
+    assert (inner.number, inner.names, inner.record.table) == (1, ["a"], {"x": [1, 2]})
+    assert inner.written is written
+    assert inner.replaced is replaced
+    assert written.tolist() == replaced.tolist() == [0, 0]
+    assert inner.plain.tolist() == [1, 1]
+    assert not hasattr(inner, "new")
+    assert torch.equal(inner.generator.get_state(), state)
+    with restored(module) as changed:
+        pass
+    assert changed == []
+
+
+def test_what_modules_hold_is_found():
+    inside: list = [1, {2}]
+    assert [*containers_in([inside])] == [inside, {2}]
+    assert plain_members({"a": (1, 2.0), "b": object()}) == plain_members({"a": (1, 2.0), "b": object()})
+    assert plain_members([1]) != plain_members([True]), "of another type"
+    assert digest_of(torch.zeros(2)) == digest_of(torch.zeros(2)) != digest_of(torch.ones(2))
+    assert digest_of(torch.zeros((), dtype=torch.bfloat16)) is not None
+    assert digest_of(torch.zeros(2, device="meta")) is None
