@@ -306,11 +306,6 @@ def additions_to(module: nn.Module) -> Iterator[object]:
         yield identity_of(forward)
 
 
-def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ...]]:
-    """The class of a module, and its plain attributes that results may depend on."""
-    return type(module), tuple((name, x) for name, x in attributes_of(module).items() if type(x) in PLAIN)
-
-
 def _are_equal(present: object, cached: object) -> bool:
     try:
         return bool(present == cached)  # values that are the same object are equal, whatever they are
