@@ -7,6 +7,16 @@ resumable.
     dataset = ref_logps.with_ref_logps(dataset, logps)  # + columns ref_chosen_logps, ref_rejected_logps
 
 After `fastdpo.patch()`, TRL's `precompute_ref_log_probs=True` uses it. Requires transformers.
+
+In the order of a run:
+
+    pairs.py         the pairs, their truncation, and the batches that they are run in
+    keys.py          whether and under which key values are stored, with module_state.py (what a model's
+                     outputs depend on) and digests.py (hashes of configurations and tensors)
+    shards.py        the files of a key
+    scoring.py       a model that scores pairs
+    passes.py        one pass over the pairs that are not stored yet
+    ranks.py         agreement between the ranks that share it
 """
 
 from __future__ import annotations

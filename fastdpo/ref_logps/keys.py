@@ -1,6 +1,4 @@
-"""The key under which reference log-probabilities are stored: a hash
-of everything that they depend on.
-"""
+"""The key under which reference log-probabilities are stored: a hash of everything that they depend on."""
 
 from __future__ import annotations
 
