@@ -292,6 +292,8 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
         fused.ruled_out[identity.code], result = ruled_out, ProbeResult(ruled_out)
     elif key not in results:
         packing_reason = packing_reason or Reason("changed-model")
+    elif results[key].packing_reason is not None:
+        packing_reason = results[key].packing_reason
     elif model.training and results[key].attention_dropout:
         packing_reason = Reason("attention-dropout")
     if result is not None and result.unsupported_reason is not None:
@@ -341,11 +343,16 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         model,
         fused.lasting_reason_of(model)
         or support.unsupported_reason(model)
-        or support.hooks_reason(model)
         or scoring_unsupported_reason(model, fused.options),
     )
     if reason is not None:
         return ProbeResult(reason)
+    hooks = shared_reason(model, support.hooks_reason(model))
+    if hooks is not None:
+        # ZeRO-3 expects the modules that have run before, and so the head after padded rows.
+        ran_fused = any(x.unsupported_reason is None for x in fused.probe_results.values())
+        runs_padded = sharding.is_sharded(model) and ran_fused
+        return ProbeResult(None, packing_reason=hooks) if runs_padded else ProbeResult(hooks)
     reason = shared_reason(model, _installing_reason(model, fused))
     if reason is not None:
         return ProbeResult(reason)

@@ -65,17 +65,20 @@ def test_images_that_one_rank_has(ranks):
 
 @pytest.mark.parametrize("case", [f"{engine} model changes on the first rank" for engine in ENGINES])
 def test_a_model_that_changes_on_one_rank(case, ranks):
-    assert_padded_on_the_first(ranks, ["head-hooks", "head-forward", "changed-model"])
+    assert_padded_on_the_first(ranks, ["head-hooks", "head-forward", "changed-model"], later={"eval"})
     assert ranks[0]["patched"]["calls"]["policy", "fused"] == 1
+    evaluated = {path for rank in ranks for kind, path in rank["patched"]["calls"] if kind == "eval"}
+    assert evaluated == {"padded"}, "it has a hook when it is first examined in evaluation mode"
 
 
-def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str]) -> None:
+def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str], later: Iterable[str] = ()) -> None:
+    """The other ranks run packed batches, but for kinds of calls whose models are examined later."""
     assert_trained_alike(ranks)
     first, *others = (rank["patched"] for rank in ranks)
     logged = "".join(first["messages"])
     assert [reason for reason in reasons if f"[{reason}]" not in logged] == []
     for other in others:
-        assert {path for _, path in other["calls"]} == {"fused"}
+        assert {path for kind, path in other["calls"] if kind not in later} == {"fused"}
 
 
 DECIDING = [*(f"models/{name}.py" for name in ("deciding", "support", "images", "islands", "head")), "packing.py"]

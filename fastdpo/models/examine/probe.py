@@ -63,11 +63,13 @@ class ProbeResult(NamedTuple):
         unsupported_reason: why packed batches cannot be used; None if they make no difference.
         is_random: whether torch's dropout is active.
         attention_dropout: dropout of attention weights.
+        packing_reason: why a model that ranks run together runs padded rows, and was not run here.
     """
 
     unsupported_reason: Reason | None
     is_random: bool = False
     attention_dropout: float = 0.0
+    packing_reason: Reason | None = None
 
 
 def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
