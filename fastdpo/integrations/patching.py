@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,9 @@ RUN, CALL = "`fastdpo run`", "an earlier call of patch()"
 
 _patched: dict[str, _Examined] = {}
 
+_lock = threading.RLock()
+"""Held while trainers are patched or restored. An import within may patch more of them, under `fastdpo run`."""
+
 _said: set[str] = set()
 """The warnings that were logged since the last `unpatch()`."""
 
@@ -178,12 +182,15 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             is off or was created before. Nothing is changed then.
     """
     names, given = targeted_trainers("patch", targets), checked_options("patch", {**options})
-    return _patch(_examine_all(names, bool(targets)), given, is_targeted=bool(targets))
+    with _lock:
+        return _patch(_examine_all(names, bool(targets)), given, is_targeted=bool(targets))
 
 
 def patch_for_run(trainer: str, options: dict[str, Any]) -> PatchReport:
     """As `patch`, for `fastdpo run` and its options, right after the program has imported the trainer."""
-    return _patch(_examine_all([trainer], True), checked_options("run", options), is_targeted=True, source=RUN)
+    given = checked_options("run", options)
+    with _lock:
+        return _patch(_examine_all([trainer], True), given, is_targeted=True, source=RUN)
 
 
 def _patch(
@@ -294,7 +301,8 @@ def examine(*targets: Target | Sequence[Target]) -> PatchReport:
     Raises:
         TypeError, ValueError: a target is unknown.
     """
-    examined = _examine_all(targeted_trainers("examine", targets), bool(targets))
+    with _lock:
+        examined = _examine_all(targeted_trainers("examine", targets), bool(targets))
     return PatchReport(tuple(x.current_seam() for x in examined.values()))
 
 
@@ -305,25 +313,28 @@ def options_of(trainer: str) -> PatchOptions | None:
 
 def unpatch() -> None:
     """Undoes `patch()`, for trainer classes and for existing trainers and models."""
-    _undo(set(_patched))
-    _said.clear()
-    _said_of.clear()
+    with _lock:
+        _undo(set(_patched))
+        _said.clear()
+        _said_of.clear()
 
 
 @contextmanager
 def patched(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of `patch`, and keeps earlier patches."""
     names, given = targeted_trainers("patch", targets), checked_options("patch", {**options})
-    examined = _examine_all(names, bool(targets))
-    before = dict(_patched)  # with what `fastdpo run` has patched at its import
-    report = _patch(examined, given, is_targeted=bool(targets))
+    with _lock:
+        examined = _examine_all(names, bool(targets))
+        before = dict(_patched)  # with what `fastdpo run` has patched at its import
+        report = _patch(examined, given, is_targeted=bool(targets))
     try:
         yield report
     finally:
-        changed = {name for name, x in _patched.items() if x is not before.get(name)}
-        _undo(changed)
-        for name in changed & before.keys():
-            _enable(before[name])
+        with _lock:
+            changed = {name for name, x in _patched.items() if x is not before.get(name)}
+            _undo(changed)
+            for name in changed & before.keys():
+                _enable(before[name])
 
 
 def _name_options(function: Any) -> None:

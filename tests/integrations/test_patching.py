@@ -367,3 +367,40 @@ def test_import_loads_neither_triton_nor_a_trainer():
     code = "import sys, fastdpo; print([m for m in ('triton', 'trl', 'transformers', 'peft') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+AT_ONCE = {  # what two threads call, and then one
+    "patch": (fastdpo.patch, fastdpo.patch, fastdpo.unpatch),
+    "unpatch": (fastdpo.unpatch, fastdpo.unpatch, fastdpo.unpatch),
+    "both": (fastdpo.patch, fastdpo.unpatch, fastdpo.unpatch),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_threads_patch_and_unpatch_at_once(case):
+    stock, (*functions, last), errors = seams(), AT_ONCE[case], []
+
+    def run(function, barrier):
+        barrier.wait()
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            if case != "patch":
+                fastdpo.patch()
+            barrier = threading.Barrier(2)
+            threads = [threading.Thread(target=run, args=(function, barrier)) for function in functions]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            last()
+            assert not errors
+            assert seams() == stock
+    finally:
+        sys.setswitchinterval(interval)
