@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
+from ..models import pickling
 from ..models.adapters import adapter_modules, peft_model
 from ..models.functions import inner_function
 from ..models.parts import find_base
@@ -36,11 +37,12 @@ def install(model: nn.Module) -> None:
     if found is not None:
         for function in (disable_adapter, set_adapter):
             vars(found).setdefault(function.__name__, MethodType(function, found))
+        pickling.install(found)
         _installed.add(found)
 
 
 def uninstall_unused() -> None:
-    """Undoes `install` for the models that have no fused forward any more. Copies of them do so when they are used."""
+    """Undoes `install` for the models that have no fused forward any more. Copies of them have none."""
     for model in list(_installed):
         if find_base(model) not in MODELS:
             _uninstall(model)
@@ -51,13 +53,18 @@ def _uninstall(model: Any) -> None:
     for function in (disable_adapter, set_adapter):
         if getattr(vars(model).get(function.__name__), "__func__", None) is function:
             del vars(model)[function.__name__]
+            pickling.uninstall(model)
 
 
-@contextmanager
-def disable_adapter(model: Any) -> Iterator[None]:
+def disable_adapter(model: Any) -> AbstractContextManager[None]:
     """The context of the model's class. When it begins and when it ends, it is given the status of the model and the
     switch of its adapters as they are then: code in the block may add adapters, and set others.
     """
+    return _disabled(model)
+
+
+@contextmanager
+def _disabled(model: Any) -> Iterator[None]:
     context = type(model).disable_adapter(model)
 
     def end(*error: Any) -> bool | None:

@@ -93,13 +93,23 @@ def install(head: nn.Linear) -> None:
 
 def restore(head: nn.Module | None) -> None:
     """Undoes `install`. Keeps a forward that other code has set since."""
-    if head is None or not is_installed(vars(head).get(_forward_attribute(head))):
-        return
-    own = vars(head).pop(OWN_FORWARD, None)
-    if "_hf_hook" in vars(head) or own is not None:
-        vars(head)[_forward_attribute(head)] = own or MethodType(nn.Linear.forward, head)
-    else:
-        del vars(head)["forward"]
+    if head is not None and is_installed(vars(head).get(_forward_attribute(head))):
+        stock = stock_attributes(head, vars(head))
+        vars(head).update(stock)
+        for name in vars(head).keys() - stock.keys():
+            del vars(head)[name]
+
+
+def stock_attributes(head: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a head would have without `install`, given those that it has."""
+    name = _forward_attribute(head)
+    if not is_installed(attributes.get(name)):
+        return {**attributes}
+    stock = {key: x for key, x in attributes.items() if key not in (name, OWN_FORWARD)}
+    own = attributes.get(OWN_FORWARD)
+    if own is not None or "_hf_hook" in attributes:
+        stock[name] = own or MethodType(nn.Linear.forward, head)
+    return stock
 
 
 @contextmanager

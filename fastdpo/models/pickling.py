@@ -1,5 +1,8 @@
 """Pickles of a model with a fused forward are those of the model without it, wherever they are loaded.
 
+The model itself stays as it is: it may be pickled between its forward and its backward, in which checkpointing runs
+layers again, and other models may share its layers.
+
 `copy.deepcopy`, which asks an object how to pickle it, copies the fused forward with the model. A `__deepcopy__` would
 not do: wrappers such as PeftModel would take it for their own.
 """
@@ -9,35 +12,52 @@ from __future__ import annotations
 import copy
 import sys
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from .state import ATTRIBUTE, FusedForward, restore, state_of
+from torch import nn
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from . import head
+from .functions import module_of
 
-
-def install(model: PreTrainedModel) -> None:
-    """Makes a model pickle without its fused forward, if it has one."""
-    vars(model)[__reduce_ex__.__name__] = MethodType(__reduce_ex__, model)
+ATTRIBUTE = "_fastdpo_forward"
+"""The attribute of a model that holds the state of its fused forward."""
 
 
-def uninstall(model: PreTrainedModel) -> None:
+def install(module: nn.Module) -> None:
+    """Makes a module pickle without what fastdpo has set on it."""
+    vars(module)[__reduce_ex__.__name__] = MethodType(__reduce_ex__, module)
+
+
+def uninstall(module: nn.Module) -> None:
     """Undoes `install`."""
-    vars(model).pop(__reduce_ex__.__name__, None)
+    vars(module).pop(__reduce_ex__.__name__, None)
 
 
-def __reduce_ex__(model: PreTrainedModel, protocol: Any) -> Any:
-    """As of the model's class. The model has its own attention and its own head until its next fused call."""
-    reduced: Any = type(model).__reduce_ex__(model, protocol)
-    if sys._getframe(1).f_code is copy.deepcopy.__code__:
-        return reduced
-    fused = cast(FusedForward, state_of(model))
-    restore(model, fused)
+def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
+    """As of the module's class."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
-    names = {ATTRIBUTE, __reduce_ex__.__name__}
-    if getattr(model.forward, "__func__", None) is fused.forward:
-        names.add("forward")
     function, arguments, state, *others = reduced
-    return function, arguments, {name: x for name, x in state.items() if name not in names}, *others
+    is_copied = ATTRIBUTE in state and sys._getframe(1).f_code is copy.deepcopy.__code__
+    kept = {ATTRIBUTE, "forward", __reduce_ex__.__name__} if is_copied else set()
+    return function, arguments, _stock(module, state, kept), *others
+
+
+def _stock(module: nn.Module, state: dict[str, Any], kept: set[str]) -> dict[str, Any]:
+    """The attributes of a module without methods, hooks and the state of a fused forward that fastdpo has set."""
+    state = head.stock_attributes(module, state)
+    ours = {name for name, x in state.items() if name == ATTRIBUTE or _is_method_of_fastdpo(module, x)} - kept
+    hooks = {name: x for name, x in state.items() if name.startswith(("_forward_hooks", "_forward_pre_hooks")) and x}
+    numbers = {number for x in hooks.values() for number, hook in x.items() if _is_of_fastdpo(hook)}
+    for name, x in hooks.items() if numbers else ():
+        state[name] = type(x)((number, hook) for number, hook in x.items() if number not in numbers)
+    return {name: x for name, x in state.items() if name not in ours}
+
+
+def _is_method_of_fastdpo(module: nn.Module, x: object) -> bool:
+    return isinstance(x, MethodType) and x.__self__ is module and _is_of_fastdpo(x)
+
+
+def _is_of_fastdpo(function: Any) -> bool:
+    return module_of(function).startswith("fastdpo.")

@@ -17,11 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, head, sharding
+from . import attention, head, pickling, sharding
 from .compiled import CompiledLayers
 from .examine.probe import ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
+from .mixers import finding
 from .parts import backbone, text_config, vocabulary_of
+from .pickling import ATTRIBUTE
 from .reward_head import RewardHead
 from .structure import Structure
 
@@ -29,10 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .graphs import Graphs
-
-ATTRIBUTE = "_fastdpo_forward"
-"""The attribute of a model that holds its `FusedForward`."""
-
 
 SharePrompts = bool | Literal["deterministic"]
 """Whether rows share what they begin with: always, never, or only where a model is not random."""
@@ -300,6 +298,8 @@ def state_of(model: nn.Module) -> FusedForward | None:
 def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
     """Makes a model take packed batches, once for each verdict: its mixers may call other functions by then."""
     fused.prior_attention = attention.switch(model)
+    for mixer in finding.mixers_of(model):
+        pickling.install(mixer)
 
 
 def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
@@ -307,6 +307,7 @@ def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
     if fused.options.rewards:
         return
     head.install(head.head_of(model))
+    pickling.install(head.head_of(model))
     if fused.structure.modules_of(model, FSDPModule):
         sharding.keep_output_dtypes(model, head.head_of(model))
 
@@ -326,4 +327,7 @@ def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None
     head.restore(head.head_of(model))
+    for module in model.modules():
+        if ATTRIBUTE not in vars(module):
+            pickling.uninstall(module)
     sharding.restore_output_dtypes(model, head.head_of(model))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, RewardTrainer
 
 import fastdpo
+from fastdpo.models.functions import module_of
 from fastdpo.models.state import state_of
 from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import HYBRID, kind
@@ -49,6 +51,16 @@ def attributes(model: nn.Module) -> list[tuple]:
         (name, sorted(vars(x).keys() - {"forward"}), [*x._forward_hooks], [*x._forward_pre_hooks])
         for name, x in model.named_modules()
     ]
+
+
+def given_by_fastdpo(model: nn.Module) -> set[str]:
+    """The names of what fastdpo has set on the modules of a model."""
+    return {
+        name
+        for module in model.modules()
+        for name, x in vars(module).items()
+        if module_of(x).startswith("fastdpo.") or type(x).__module__.startswith("fastdpo.")
+    }
 
 
 class Pickle(TrainerCallback):
@@ -111,6 +123,60 @@ def test_a_model_that_is_pickled_while_it_trains(tmp_path, name):
     for pair in pickled.found:
         torch.testing.assert_close(*pair)
     assert all(x == attributes(model) for x in clean), "what it is after unpatching"
+
+
+class InTheStep(DPOTrainer):
+    """Pickles and copies its model around each loss."""
+
+    found: list[set[str]]
+
+    def compute_loss(self, model, *args, **kwargs):
+        self.take(model)
+        loss = super().compute_loss(model, *args, **kwargs)
+        self.take(model)
+        return loss
+
+    def take(self, model):
+        with getattr(model, "disable_adapter", nullcontext)():
+            self.take_now(model)
+        self.take_now(model)
+
+    def take_now(self, model):
+        self.found += [given_by_fastdpo(each(model)) for each in WAYS.values()]
+        self.found.append(given_by_fastdpo(copy.deepcopy(model)) - KEPT_IN_COPIES)
+
+
+KEPT_IN_COPIES = {"forward", "_fastdpo_forward", "__reduce_ex__"}
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid", "LoRA"])
+def test_a_model_that_is_pickled_and_copied_within_a_step(tmp_path, name, monkeypatch):
+    run, _ = TRAININGS[name]
+    monkeypatch.setattr(InTheStep, "found", [], raising=False)
+    _, stock = run(tmp_path, max_steps=1)
+    with fastdpo.patched():
+        _, patched = run(tmp_path, trainer_class=InTheStep, max_steps=1)
+    assert_trained_alike((stock, patched), policy=1, reference=1)
+    assert InTheStep.found == [set()] * 12
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_model_that_is_pickled_before_its_backward(name):
+    """In which checkpointing runs its layers again."""
+    model = fastdpo.prepare(tiny_model(kind(name), **(HYBRID[name][1] if name in HYBRID else {})))
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    model.disable_input_require_grads()  # a local function
+    model.train()
+
+    def gradients(pickles):
+        sums = fastdpo.score(model, IDS, torch.ones_like(IDS), IDS).sums()
+        if pickles:
+            assert not needs_fastdpo(model)
+        return torch.autograd.grad(sums.sum(), [*model.parameters()])
+
+    for x, y in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(x, y)
+    assert fastdpo.calls["fastdpo.score", "policy", "fused"] >= 2
 
 
 def test_a_copy_and_a_head_are_pickled_too(tmp_path):
