@@ -59,6 +59,7 @@ OTHERS = (
     "compiled layers in verified calls",
     "backward passes of compiled layers that run again",
     *("second derivatives of one tensor that is several inputs", "second derivatives of replays"),
+    "memory of recordings on several devices",
     "recordings that are compared on another batch than they were made of",
     *("activations of another replay", "what a recording has baked in", "a replay that differs"),
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),

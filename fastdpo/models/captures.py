@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,26 +13,35 @@ import torch
 
 
 class Memory:
-    """Memory for what recordings compute. They share it, because no two of them need it at the same time.
+    """Memory of a device for what recordings compute. They share it, because no two of them need it at the same time.
 
     Attributes:
+        device: which may be another one than the current device.
         pool: of the allocator, for as long as there are graphs.
         graphs: those that use it. The allocator takes no more of them for a pool that had none left.
         owner: the replay whose activations it holds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.pool: Any = None
         self.graphs: WeakSet[Any] = WeakSet()
         self.owner: object = None
 
 
-memories = {False: Memory(), True: Memory()}
-"""By whether there is a backward: a reference runs between forward and backward of a policy."""
+@functools.cache
+def memory_of(device: torch.device, has_backward: bool) -> Memory:
+    """Recordings with a backward have their own: a reference runs between forward and backward of a policy."""
+    return Memory(device)
 
 
 def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Records what a function launches, without running it, and returns a function that replays it."""
+    with torch.cuda.device(memory.device):
+        return _record(run, memory)
+
+
+def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     if not memory.graphs:
         memory.pool = torch.cuda.graph_pool_handle()
     device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()

@@ -29,7 +29,7 @@ from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from . import facts
 from .calls import calls
-from .captures import memories, record
+from .captures import memory_of, record
 from .compiled import trainer_compiles
 from .mixers import finding
 from .sharding import is_sharded
@@ -57,8 +57,6 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 
 TENSORS = "input_ids", "position_ids", "attention_mask"
 """The arguments of the backbone that differ between batches."""
-
-_norms = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
 
 Inputs = dict[str, Any]
 """The arguments of the backbone (see `attention.inputs_of`)."""
@@ -118,7 +116,8 @@ class Recording:
     """
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
-        self.backbone, self.state, self.memory = backbone, state, memories[bool(trained)]
+        self.backbone, self.state = backbone, state
+        self.memory = memory_of(inputs["input_ids"].device, bool(trained))
         self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
         self._rows = rows_in(self._inputs)
         self._rows.room = room
@@ -173,6 +172,10 @@ class Recording:
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
                 apart, whole = (torch.cat([x, y[None]]) for x, y in zip((apart, whole), of_gradients, strict=True))
             return float((apart / whole.clamp(min=torch.finfo(whole.dtype).tiny)).max())
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _used(run: Callable[[], Tensor], trained: list[Tensor]) -> tuple[list[Tensor], Tensor]:

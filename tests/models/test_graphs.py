@@ -183,6 +183,27 @@ def test_same_bits(name):
     assert [twins.compare(given, do) for given in BATCHES * 2] == [0] + 9 * [1]
 
 
+def test_float64(recorder, caplog):
+    models = [fastdpo.prepare(llama().double(), graphs=True) for _ in range(2)]
+    for given in BATCHES:
+        found = step(models[0], given)
+        with by_layers():
+            assert_same_bits(found, step(models[1], given))
+    assert replays() == 4
+    assert not [x for x in caplog.messages if "recorded" in x]
+
+
+def test_memory_is_shared_on_one_device(recorder):
+    model = fastdpo.prepare(llama(), graphs=True)
+    for given in BATCHES[:2]:
+        policy_step, reference = step(model, given), run(model, given)
+        assert torch.equal(policy_step["loss"], reference["loss"])
+    memories = {id(x.memory): x.memory for x in recorder.recordings}.values()
+    assert [x.device for x in memories] == [model.device] * 2
+    others = {graphs.memory_of(torch.device("cuda", i), True) for i in (0, 1, 0)}
+    assert len(others) == 2
+
+
 def under_autocast(model, given):
     with torch.autocast(model.device.type, torch.bfloat16):
         return step(model, given)

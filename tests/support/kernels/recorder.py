@@ -5,6 +5,7 @@ value that was computed on the host for the first batch, a write that was not re
 replay has overwritten are so found as wrong results. Like a capture, a recording fails where the host reads a value.
 """
 
+import functools
 import weakref
 from typing import NamedTuple
 
@@ -131,7 +132,8 @@ def install(monkeypatch, *, dense: bool = True) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     monkeypatch.setattr(graphs, "record", recorder.record)
-    monkeypatch.setattr(graphs, "memories", {False: captures.Memory(), True: captures.Memory()})
+    memory_of = functools.cache(lambda device, has_backward: captures.Memory(device))
+    monkeypatch.setattr(graphs, "memory_of", memory_of)
     monkeypatch.setattr(packed_attention, "is_traced", lambda: False)  # a capture is no trace
     if dense:
         monkeypatch.setattr(routes, "BACKENDS", {"dense": DenseBackend()})
