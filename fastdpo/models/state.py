@@ -69,7 +69,7 @@ class ForwardOptions(NamedTuple):
     integration: str
     role: str
     rewards: RewardHead | None = None
-    kind_without_gradient: str = "reference"
+    kind_without_gradient: str = "policy"
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
     float32_head: bool = False

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ...models.batch import inputs_once
-from ...models.calls import counting_calls_as
 from ..bypass import is_overridden
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows, equal_when_merged, label_mask, masked_mean, merged, parts_of
@@ -48,11 +47,8 @@ class FactoryKTOLine(FactoryLine):
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]
     ) -> Any:
         state = self.state_of(trainer)
-        if state is None:
+        if state is None or torch.is_grad_enabled():
             return stock(trainer, model, batch)
-        if torch.is_grad_enabled():
-            with counting_calls_as("policy"):  # the KL term's call has no gradients
-                return stock(trainer, model, batch)
         calls_by_itself = is_overridden(trainer, self.trainer_class(), ("forward",))
         outputs = {} if calls_by_itself else self._merged_outputs(trainer, model, batch)
         with temporarily(state, running=outputs):

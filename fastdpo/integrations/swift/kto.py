@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.calls import counting_calls_as
 from ...models.forward import record_fallback
 from ...models.parts import base_of
 from ...reasons import Reason
@@ -67,13 +66,11 @@ class SwiftKTOLine(SwiftLine):
         return {**rows, "fused_lm_head": True}, rows["labels"]
 
     def _compute_kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
-        """Without a gradient, but called with gradients enabled for the policy in a training step only."""
         state = self.state_of(trainer)
         if state is not None and state.running is not None and _KL_OUTPUT in state.running:
             kwargs, labels = trainer._get_model_kwargs(batch, _KL)
             return trainer.get_batch_logps(kwargs, state.running[_KL_OUTPUT].logits, labels)[0]
-        with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
-            return stock(trainer, model, batch)
+        return stock(trainer, model, batch)
 
     def get_batch_logps(
         self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor

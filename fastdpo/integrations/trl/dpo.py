@@ -5,8 +5,8 @@ Since TRL 1.15 it prepares its models by `add_fused_lm_head`; `dpo_logits.py` ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -44,6 +44,11 @@ class RewrittenDPOLine(TrainerLine):
     """What the lines of these DPOTrainers share."""
 
     replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
+
+    def replace(self) -> None:
+        super().replace()
+        # Which TRL runs its references in, of a policy with virtual tokens as well, where no adapter tells them apart.
+        self.replacements.wrap(self.module(), "disable_gradient_checkpointing", _as_reference)
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
@@ -103,6 +108,12 @@ class RewrittenDPOLine(TrainerLine):
                 warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
         if self.options.max_tokens is not None and self.state_of(trainer) is not None:
             TokenBudget(self).install(trainer)
+
+
+@contextmanager
+def _as_reference(stock: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
+    with counting_calls_as("reference"), stock(*args, **kwargs):
+        yield
 
 
 def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:

@@ -39,7 +39,7 @@ class FusedHeadLine(TrainerLine):
     """
 
     module_replaced = ("add_fused_lm_head",)
-    kind_without_gradient: ClassVar[str] = "reference"
+    kind_without_gradient: ClassVar[str] = "policy"
     images: ClassVar[bool] = False
     leaves_models: bool = False
 

@@ -61,7 +61,6 @@ class KTOLine(PaddedRowBudgetLine):
     relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForUnpairedPreference.torch_call")})
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
-    kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
     fields = ("log_probs", "entropy", "mean_logits")
 

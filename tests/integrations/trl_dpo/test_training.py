@@ -18,6 +18,7 @@ from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import FUSED, kind, tiny_family
 from tests.support.models.watching import change, watch
 from tests.support.trl.dpo import (
+    adapter,
     assert_a_missing_token_is_noticed,
     assert_fused,
     assert_same,
@@ -62,6 +63,22 @@ def test_the_log_says_how_much_was_computed(tmp_path, caplog):
         f"({unshared / given:.0%} without sharing)"
         for n in (1, 2)
     ]
+
+
+class WithoutGradients(DPOTrainer):
+    """Computes losses alone, as zeroth-order optimizers need them."""
+
+    def training_step(self, model, inputs, *args):
+        with torch.no_grad():
+            return self.compute_loss(model.train(), self._prepare_inputs(inputs))
+
+
+@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
+def test_a_policy_that_trains_without_gradients_is_no_reference(tmp_path, options):
+    models = [tiny_model(), None if options else tiny_model(seed=1)]
+    options = {name: x for name, x in options.items() if name != "reference"}
+    with fastdpo.patched("trl.DPOTrainer"):
+        assert_fused(train(tmp_path, *models, trainer_class=WithoutGradients, **options), policy=3, reference=3)
 
 
 def test_a_line_of_calls_that_fell_back(monkeypatch):
