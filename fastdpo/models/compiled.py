@@ -175,7 +175,8 @@ def _cause(**arguments: Any) -> str:
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(_run)
     checked = [entry.guard_manager.check_verbose(arguments) for entry in entries]
     failed = [str(x.verbose_code_parts[0]).strip() for x in checked if not x.result and x.verbose_code_parts]
-    return "; ".join([x for x in failed if "GLOBAL_STATE" not in x] or failed)
+    causes = [x for x in failed if "GLOBAL_STATE" not in x] or failed
+    return "; ".join(causes or ["torch has no earlier graph, as after torch._dynamo.reset()"])
 
 
 def trainer_compiles() -> bool:

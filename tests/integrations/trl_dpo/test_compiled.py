@@ -221,6 +221,19 @@ def test_a_late_graph_is_reported_once(tmp_path, caplog):
     assert "requires_grad mismatch" in line
 
 
+def test_a_reset_of_the_compiler_is_a_cause(caplog):
+    model, batch = fastdpo.prepare(tiny_model(), compile=True), rows()
+    for i in range(compiled.SETTLED + 1):
+        if i == compiled.SETTLED:
+            torch._dynamo.reset()
+        fastdpo.score(model, **batch)
+    (line,) = [x for x in messages(caplog) if "again" in x]
+    assert line.endswith(
+        f"after {compiled.SETTLED + 1} batches: torch has no earlier graph, as after torch._dynamo.reset()"
+    )
+    fastdpo.restore(model)
+
+
 def test_weights_that_are_unfrozen_get_gradients(monkeypatch):
     """torch 2.11 would skip the check of what is trained."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
