@@ -78,6 +78,8 @@ class FusedHeadLine(TrainerLine):
         *args: Any,  # of a newer TRL, as everywhere in these lines
         **kwargs: Any,
     ) -> None:
+        if not self.leaves_models:
+            model = getattr(model, "_orig_mod", model)  # TRL would give its head to the wrapper of torch.compile
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
         if self.leaves_models:

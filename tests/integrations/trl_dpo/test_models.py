@@ -19,6 +19,7 @@ from tests.support.trl.dpo import (
     LORA,
     WORDS,
     Run,
+    adapter,
     assert_fused,
     assert_same,
     assert_same_bits,
@@ -118,6 +119,16 @@ def test_saved_activations_may_be_moved(both, monkeypatch):
 
 def test_compiled_model(both):
     assert_trained_alike(both(torch_compile=True, torch_compile_backend="eager", max_steps=2), policy=2, reference=2)
+
+
+@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
+def test_models_that_were_compiled_before(both, options):
+    """They are fused as those that the option of the trainer compiles."""
+
+    def compiled(model):
+        return torch.compile(model, backend="eager")
+
+    assert_trained_alike(both(prepare=compiled, max_steps=2, **options), policy=2, reference=2)
 
 
 @pytest.mark.parametrize(
