@@ -2,8 +2,8 @@
 
 `fastdpo.patch()` patches the trainers that are installed. In custom training loops, `fastdpo.prepare` and
 `fastdpo.score` compute the log-probabilities of a batch, `fastdpo.ops` has losses and the parts of which scoring
-consists, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
-reference log-probabilities, and `fastdpo.metrics` has means that are exact over all ranks.
+consists, `fastdpo.ref_logps` computes reference log-probabilities, and `fastdpo.metrics` has means that are exact
+over all ranks.
 
 Public names are imported when they are first used, so that the command line starts without torch.
 """
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
     from .integrations.scored_rows import ScoredRows
     from .logs import NotFused
-    from .models import attention
     from .models.calls import calls
     from .models.examine.verification import VerificationError
 
@@ -33,7 +32,6 @@ __all__ = [
     "Seam",
     "TrainerLine",
     "VerificationError",
-    "attention",
     "calls",
     "metrics",
     "ops",
@@ -47,7 +45,7 @@ __all__ = [
     "unpatch",
 ]
 
-_MODULES = {"attention": ".models.attention", "metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
+_MODULES = {"metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
 _HOMES = {
     ".integrations.custom_loops": ("prepare", "restore", "score"),
     ".integrations.line": ("TrainerLine",),

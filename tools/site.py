@@ -22,7 +22,6 @@ AT_THE_ROOT |= {"SECURITY.md": "security.md"}
 MODULES = {
     "fastdpo": "patching trainers",
     "fastdpo.ops": "building blocks of custom loops",
-    "fastdpo.models.attention": "packed attention of a transformers model, as `fastdpo.attention`",
     "fastdpo.ref_logps": "reference log-probabilities",
     "fastdpo.metrics": "means over steps and ranks",
     "fastdpo.batching": "batches by a budget of tokens",

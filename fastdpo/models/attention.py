@@ -1,7 +1,7 @@
 """Packed attention as an attention implementation of transformers.
 
     prior = attention.switch(model)  # the model now takes packed batches as well
-    hidden = model.base_model(**attention.packed_inputs(model, layout, input_ids)).last_hidden_state  # [1, T, D]
+    hidden = model.base_model(**attention.inputs_of(layout, input_ids)).last_hidden_state  # [1, T, D]
     attention.restore(model, prior)
 
 Only the language model of a multimodal model is switched. Its image and audio towers keep their
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
 from ..ops.attention import routes
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
 from .mixers import running
 from .mixers.running import Witness
-from .parts import is_transformers_model, language_model, text_config
+from .parts import language_model, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,10 +113,8 @@ def switch(model: PreTrainedModel) -> str:
     before. A model that was not switched raises an error when it is given one.
 
     Raises:
-        TypeError: the model is not a transformers model itself.
         RuntimeError: the model does not accept the implementation.
     """
-    _require_bare("switch", model)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -142,7 +139,7 @@ def restore(model: PreTrainedModel, prior: str) -> None:
     _hooks_of_mixers().restore(model)
 
 
-def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> dict[str, Any]:
+def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
     """The keyword arguments with which a switched model runs on the packed tokens of a batch.
 
     They belong together: a model that is given packed ids without the layout takes them for one
@@ -150,41 +147,18 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
     without an error.
 
     Args:
-        model: a transformers model after `switch`.
         layout: of the padded batch.
         input_ids: int64 [R, L], the padded batch.
 
     Returns:
         `input_ids` [1, T], `position_ids` [1, T], `attention_mask` (`Layout.mask`) and `use_cache`.
-
-    Raises:
-        TypeError: the model is not a transformers model itself.
-        ValueError: the model is not switched, or `input_ids` has another shape than the batch of
-            the layout.
     """
-    _require_bare("packed_inputs", model)
-    if not is_switched(model):
-        raise ValueError(
-            "packed_inputs: model must be switched to packed attention by attention.switch(model); "
-            f"got {_current(model)!r}"
-        )
-    return inputs_of(layout, input_ids)
-
-
-def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
-    """`packed_inputs` of a model that is known to be switched."""
     return {
         "input_ids": layout.pack(input_ids),
         "position_ids": layout.position_ids[None],
         "attention_mask": layout.mask,
         "use_cache": False,
     }
-
-
-def _require_bare(op: str, model: object) -> None:
-    """Requires a model without wrappers. A call around those of DDP would train each rank alone."""
-    rule = "be a transformers.PreTrainedModel without wrappers, which fastdpo.prepare and fastdpo.score take"
-    checks.require(is_transformers_model(model), op, "model", rule, type(model).__name__, error=TypeError)
 
 
 def _hooks_of_mixers() -> ModuleType:

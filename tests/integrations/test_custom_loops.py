@@ -257,14 +257,6 @@ def test_arguments_of_wrappers_are_taken():
     assert_close(fastdpo.score(model, **rows(), **arguments).logps, own_logps(model, **rows()), absolute=1e-5)
 
 
-def test_building_blocks_refuse_wrapped_models():
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
-    layout = fastdpo.ops.pack_pairs(*rows().values())
-    for call in (fastdpo.attention.switch, lambda model: fastdpo.attention.packed_inputs(model, layout, None)):
-        with pytest.raises(TypeError, match=r"model must be a transformers.PreTrainedModel without wrappers"):
-            call(model)
-
-
 def test_a_compiled_model():
     batch, model = rows(), tiny_model()
     expected = own_logps(model, **batch)

@@ -20,8 +20,8 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
 
 import fastdpo
-from fastdpo import attention
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
+from fastdpo.models import attention
 from fastdpo.ops.choice import notes
 from tests.support.comparison import assert_trained_alike
 from tests.support.stand_ins import hub_attention

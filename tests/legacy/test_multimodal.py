@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from fastdpo import attention
-from fastdpo.models import support
+from fastdpo.models import attention, support
 from fastdpo.models.examine import probe
 from tests.support.comparison import drawn, sizes_of
 from tests.support.trl.dpo import WORDS, assert_same_error

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.integrations import flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastdpo import attention, ops
+from fastdpo import ops
+from fastdpo.models import attention
 from fastdpo.ops.attention import routes
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -24,10 +25,8 @@ LAYOUT = ops.pack_pairs(IDS, MASK, IDS.masked_fill((IDS < 3), -100))
 
 
 def run(model: torch.nn.Module) -> torch.Tensor:
-    """Builds the inputs directly: `packed_inputs` rejects a model with its original attention."""
-    inputs = dict(input_ids=LAYOUT.pack(IDS), position_ids=LAYOUT.position_ids[None], attention_mask=LAYOUT.mask)
     with torch.no_grad():
-        return model.base_model(**inputs, use_cache=False).last_hidden_state
+        return model.base_model(**attention.inputs_of(LAYOUT, IDS)).last_hidden_state
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -38,11 +37,9 @@ def test_a_model_without_packed_attention_rejects_a_layout(name, implementation)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"attn_mask|must match the size"):
             run(model)
-        with pytest.raises(ValueError, match=f"packed_inputs: model must be switched .* got '{implementation}'"):
-            attention.packed_inputs(model, LAYOUT, IDS)
         prior = attention.switch(model)
         assert prior == implementation
-        assert torch.equal(run(model), model.base_model(**attention.packed_inputs(model, LAYOUT, IDS))[0])
+        run(model)
         attention.restore(model, prior)
 
 
@@ -51,7 +48,7 @@ def test_a_compiled_model_is_one_graph():
     models = [MODELS["llama"]().eval() for _ in range(2)]
     for model in models:
         attention.switch(model)
-        inputs = attention.packed_inputs(model, LAYOUT, IDS)
+        inputs = attention.inputs_of(LAYOUT, IDS)
         torch._dynamo.reset()
         assert torch._dynamo.explain(model.base_model)(**inputs).graph_break_count == 0
         compiled = torch.compile(lambda model=model, **x: model.base_model(**x)[0], backend="eager", fullgraph=True)

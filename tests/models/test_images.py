@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdpo import attention, packing
-from fastdpo.models import images
+from fastdpo import packing
+from fastdpo.models import attention, images
 from fastdpo.packing import NotPackable
 from fastdpo.testing import float64_throughout
 from tests.support.models.multimodal import FUSED, IMAGE, tiny_multimodal

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, known
 from fastdpo.models.mixers.segments import Bounds, Segments
@@ -72,7 +72,7 @@ def test_kernels_of_flash_linear_attention_get_no_padding(monkeypatch, packed_mo
     model = tiny_family(name, **layers).to(torch.bfloat16)
     calls = install(monkeypatch, model)
     ids, _, layout = pairs()
-    packed_models(model).base_model(**attention.packed_inputs(model, layout, ids))
+    packed_models(model).base_model(**attention.inputs_of(layout, ids))
     found = calls.of(*FLA)
     assert len(found) == 4
     assert sum(each["q"].shape[1] for each in found) == 2 * len(layout.token_index)
@@ -151,7 +151,7 @@ def test_wrong_states_of_kernels_are_detected(monkeypatch, packed_models, caplog
 def test_functions_that_are_replaced_after_the_probe_are_noticed(monkeypatch, packed_models):
     model = packed_models(model_of("lfm2"))
     ids, _, layout = pairs()
-    inputs = attention.packed_inputs(model, layout, ids)
+    inputs = attention.inputs_of(layout, ids)
     model.base_model(**inputs)
     namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
     with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from torch import Tensor
 
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.models.mixers import finding
 from fastdpo.models.mixers.known import Scan
 from tests.support.models.families import tiny_family

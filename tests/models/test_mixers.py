@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastdpo import attention
-from fastdpo.models import support
+from fastdpo.models import attention, support
 from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, hooks, known
 from fastdpo.models.mixers.segments import Segments, Sequences, collect, gather
@@ -222,7 +221,7 @@ def test_kernels_for_a_whole_mixer_do_not_get_packed_tokens(monkeypatch):
     monkeypatch.setitem(namespace, "mamba2_split_conv1d_scan_combined", lambda *args, **kwargs: taken.append(1))
     prior = attention.switch(model)
     ids, mask, layout = pairs()
-    model.base_model(**attention.packed_inputs(model, layout, ids))
+    model.base_model(**attention.inputs_of(layout, ids))
     assert not taken
     model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     assert taken
@@ -325,7 +324,7 @@ def test_a_call_in_inference_mode_leaves_nothing_behind(fresh_probe):
     model, batch = switched("qwen3_5_text"), pairs()
     with torch.inference_mode():
         assert probe.probe(model, CPU).unsupported_reason is None
-        model.base_model(**attention.packed_inputs(model, batch[2], batch[0]))
+        model.base_model(**attention.inputs_of(batch[2], batch[0]))
     assert results(model, *batch, packed=True)[1]
 
 
@@ -334,9 +333,9 @@ def test_a_compiled_model(chosen):
     model = switched("qwen3_5_text").eval()
     ids, mask, layout = pairs()
     with torch.no_grad():
-        expected = model.base_model(**attention.packed_inputs(model, layout, ids)).last_hidden_state
+        expected = model.base_model(**attention.inputs_of(layout, ids)).last_hidden_state
         chosen.clear()
-        inputs = attention.packed_inputs(model, layout, ids)
+        inputs = attention.inputs_of(layout, ids)
         compiled = torch.compile(lambda **inputs: model.base_model(**inputs).last_hidden_state, backend="eager")
         assert torch.equal(compiled(**inputs), expected)
         assert any(sequences.parents is not None for sequences in chosen)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
 from fastdpo.ops.attention.flash import varlen_layout

@@ -108,7 +108,7 @@ def _probe_rows(
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
-    return compare(model, layout, padded, attention.packed_inputs(model, layout, ids), gradients=gradients)
+    return compare(model, layout, padded, attention.inputs_of(layout, ids), gradients=gradients)
 
 
 def compare(

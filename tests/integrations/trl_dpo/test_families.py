@@ -10,7 +10,7 @@ import torch
 from trl.trainer import dpo_trainer
 
 import fastdpo
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from tests.support import faults
 from tests.support.comparison import RELATIVE, assert_close, assert_trained_alike
@@ -137,9 +137,9 @@ def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
 def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
     model = tiny_family("llama").to(dtype)
     attention.switch(model)
-    stock = attention.packed_inputs
+    stock = attention.inputs_of
 
-    def wrong(model, layout, ids):
+    def wrong(layout, ids):
         rows = layout.rows
         second = rows[:, 1] > 0
         if change == "no prefix":
@@ -148,9 +148,9 @@ def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
             rows[second, 1] += 2
         else:
             layout.position_ids[layout.position_ids > 4] += 2
-        return stock(model, layout, ids)
+        return stock(layout, ids)
 
-    monkeypatch.setattr(attention, "packed_inputs", wrong)
+    monkeypatch.setattr(attention, "inputs_of", wrong)
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 

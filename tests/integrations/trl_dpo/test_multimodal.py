@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.models.examine import probe, runs
 from fastdpo.models.parts import language_model, text_config
 from tests.support import faults

@@ -15,8 +15,7 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
-from fastdpo import attention
-from fastdpo.models import support
+from fastdpo.models import attention, support
 from fastdpo.models.examine import probe
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from fastdpo import attention, packing
+from fastdpo import packing
+from fastdpo.models import attention
 from fastdpo.models.mixers import finding
 from fastdpo.testing import float64_throughout
 from tests.support.models.families import HYBRID, tiny_family
@@ -46,7 +47,7 @@ def pairs(
 def results(model, ids, mask, layout, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """`results_of` a batch of text."""
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
-    inputs = attention.packed_inputs(model, layout, ids) if packed else padded
+    inputs = attention.inputs_of(layout, ids) if packed else padded
     return results_of(model, inputs, layout, packed=packed)
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
-from fastdpo import attention, packing
-from fastdpo.models import images
+from fastdpo import packing
+from fastdpo.models import attention, images
 from fastdpo.testing import float64_throughout
 from tests.support.models.mixer_errors import largest_error, pairs, results_of
 from tests.support.models.multimodal import FUSED, tiny_multimodal
@@ -35,7 +35,7 @@ def errors_on_text(model: PreTrainedModel) -> list[float]:
         if exact is None:
             padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
             exact = results_of(model, padded, layout, packed=False)
-        packed = attention.packed_inputs(model, layout, ids)
+        packed = attention.inputs_of(layout, ids)
         errors.append(largest_error(results_of(model, packed, layout, packed=True), exact))
     return errors
 

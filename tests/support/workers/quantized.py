@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo import attention
+from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from tests.support.comparison import differences_of_gradients, largest
 from tests.support.models.trained_effects import position_in_training
