@@ -247,8 +247,8 @@ FUNCTIONS = {
             objective=(ops.PreferenceObjective("ipo"), required(OBJECT)),
             weights=(FLOATS[:2], FLOAT),
             **HEAD_OPTIONS,
-            outputs=(("entropy",), NAMES),
         ),
+        ("linear_sequence_logps", "linear_logps", "preference_loss"),
     ),
     "packed_attention": Function(
         ops.packed_attention,

@@ -72,7 +72,7 @@ OTHERS = (
     *("models that a trainer stores elsewhere", "losses of other trainers"),
     *("tokens that are learned", "tokens that are learned once"),
     "parameters written to modules",
-    *("slopes of losses of pairs", "ranks choose alike"),
+    "ranks choose alike",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -100,17 +100,8 @@ class PlainLoss(_Loss):
         return -F.logsigmoid(BETA * margins).mean()
 
 
-class TwoOps(_Loss):
-    """fastdpo's ops for losses that compare pairs with each other: all sums, then the loss."""
-
-    def __call__(self) -> Tensor:
-        x = self.inputs
-        logps = ops.linear_sequence_logps(self.hidden, x.weight, x.targets, x.cu_seqlens.to(self.hidden.device)).logps
-        return ops.preference_loss(*logps.chunk(2), x.references, x.references).loss
-
-
-class OneOp(_Loss):
-    """fastdpo's op for losses of pairs."""
+class FastdpoLoss(_Loss):
+    """fastdpo's loss of pairs."""
 
     def __call__(self) -> Tensor:
         x = self.inputs
@@ -142,8 +133,7 @@ class LigerLoss(_Loss):
 LOSSES: dict[str, Callable[[LossInputs], _Loss]] = {
     "plain PyTorch": PlainLoss,
     "Liger": LigerLoss,
-    "fastdpo, sums and loss apart": TwoOps,
-    "fastdpo": OneOp,
+    "fastdpo": FastdpoLoss,
 }
 
 
@@ -152,7 +142,6 @@ DESCRIPTIONS = {
     "`logsigmoid`.",
     "Liger": "`LigerFusedLinearDPOLoss` without a reference model and else with its defaults: compiled, one pair at a "
     "time, on padded rows.",
-    "fastdpo, sums and loss apart": "`linear_sequence_logps`, then `preference_loss`.",
     "fastdpo": "`fastdpo.ops.linear_preference_loss`.",
 }
 

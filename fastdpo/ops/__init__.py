@@ -15,7 +15,7 @@ from .attention.packed_attention import packed_attention
 from .head.linear_logps import MEMORY_BUDGET, linear_logps
 from .head.results import SequenceLogps, TokenLogps
 from .head.token_logps import token_logps
-from .losses.linear_preference_loss import LinearPreferenceLoss, linear_preference_loss
+from .losses.linear_preference_loss import linear_preference_loss
 from .losses.objectives import PreferenceObjective
 from .losses.preference_loss import PreferenceLoss, preference_loss
 from .losses.sequence_logps import linear_sequence_logps, sequence_logps
@@ -25,7 +25,6 @@ __all__ = [
     "IGNORE_INDEX",
     "MEMORY_BUDGET",
     "Layout",
-    "LinearPreferenceLoss",
     "NotPackable",
     "PreferenceLoss",
     "PreferenceObjective",

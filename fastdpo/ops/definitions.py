@@ -7,11 +7,10 @@ library calls them to check itself, and for gradients that are differentiated ag
 
 from .attention.definitions import packed_attention
 from .head.definitions import linear_logps, token_logps
-from .losses.definitions import linear_preference_loss, linear_sequence_logps, sequence_logps
+from .losses.definitions import linear_sequence_logps, sequence_logps
 
 __all__ = [
     "linear_logps",
-    "linear_preference_loss",
     "linear_sequence_logps",
     "packed_attention",
     "sequence_logps",

@@ -196,26 +196,6 @@ def check_sequences(case: Head, op: Callable = ops.linear_sequence_logps) -> Non
     )
 
 
-class Loss(NamedTuple):
-    loss: Tensor
-
-
-def check_pairs(case: Head, op: Callable = ops.linear_preference_loss) -> None:
-    source = Source(case.seed)
-    leaves, trained = head_of(case, source)
-    bounds, refs = bounds_of(case, source, 2 * case.sequences), source.normal(2, case.sequences, scale=10.0)
-    inputs = dict(
-        targets=targets_of(case, source), cu_seqlens=bounds, ref_chosen_logps=refs[0], ref_rejected_logps=refs[1]
-    )
-
-    def call(definition: Callable) -> Callable:
-        return lambda **options: Loss(definition(**inputs, **options).loss)
-
-    options = dict(case.transform, memory_budget=budget_of(case))
-    definition = call(definitions.linear_preference_loss)
-    assert_accurate(case, call(op), definition, leaves, trained, {"loss": torch.ones(())}, *case.noise, **options)
-
-
 CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", STATISTICS, (), False, 0.0, 1)
 NO_TOKENS = CONFIDENT._replace(n=0, trained=("hidden", "weight"), sequences=3)
 NOTHING_SCORED = CONFIDENT._replace(scored=0.0, trained=("hidden", "weight"), kept=0.5)
@@ -225,7 +205,6 @@ FAILURES = (CONFIDENT, NO_TOKENS, NOTHING_SCORED, ONE_ENTRY)
 test_token_logps = fuzzed(HEADS, 0.2, FAILURES)(check_logits)
 test_linear_logps = fuzzed(HEADS, 0.2, FAILURES)(check_head)
 test_linear_sequence_logps = fuzzed(HEADS, 0.05, FAILURES)(check_sequences)
-test_linear_preference_loss = fuzzed(HEADS, 0.05, FAILURES)(check_pairs)
 
 
 def wrong_statistics(*args, **options):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,18 +45,3 @@ def _alpha_divergence(logratios: Tensor, alpha: float) -> Tensor:
 _DIVERGENCES = (_reverse_kl, _forward_kl, _js_divergence, _alpha_divergence)
 DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {x.__name__[1:]: x for x in _DIVERGENCES}
 """Scores of log-ratios by the name of the divergence. Only that of alpha_divergence depends on alpha."""
-
-
-def _slope_of_exponential(exponents: Tensor) -> Tensor:
-    return exponents.clamp(max=MAX_EXPONENT).exp() * (exponents <= MAX_EXPONENT)
-
-
-DIVERGENCE_SLOPES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": lambda logratios, _: torch.ones_like(logratios),
-    "forward_kl": lambda logratios, _: _slope_of_exponential(-logratios),
-    "js_divergence": lambda logratios, _: torch.sigmoid(-logratios),
-    "alpha_divergence": lambda logratios, alpha: _slope_of_exponential(
-        (alpha - 1 if abs(alpha - 1) >= 1e-6 else 0.0) * logratios
-    ),
-}
-"""Their derivatives f'(c)."""

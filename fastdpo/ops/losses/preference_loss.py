@@ -122,8 +122,8 @@ def preference_loss(
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
-    dtype = loss_dtype(*floating.values())
-    pairs = loss_inputs(dtype, objective, *logps.values(), *lengths.values(), sft_logps)  # pyright: ignore
+    dtype = _loss_dtype(*floating.values())
+    pairs = _loss_inputs(dtype, objective, *logps.values(), *lengths.values(), sft_logps)  # pyright: ignore
     losses = torch.stack([weight * LOSSES[loss](pairs, objective) for loss, weight in objective.weighted_losses]).sum(0)
     if weights is not None:
         losses = losses * weights.to(dtype)
@@ -134,7 +134,7 @@ def preference_loss(
     return PreferenceLoss(losses.mean(), losses, chosen_rewards, rejected_rewards)
 
 
-def loss_inputs(
+def _loss_inputs(
     dtype: torch.dtype,
     objective: PreferenceObjective,
     chosen_logps: Tensor,
@@ -155,6 +155,6 @@ def loss_inputs(
     return LossInputs(chosen, rejected, ref_chosen, ref_rejected, *scores, sft_logps, chosen_lengths, rejected_lengths)
 
 
-def loss_dtype(*inputs: Tensor | None) -> torch.dtype:
+def _loss_dtype(*inputs: Tensor | None) -> torch.dtype:
     """The dtype of losses: float32, or float64 if any of these inputs is."""
     return reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in inputs if x is not None))

@@ -144,12 +144,12 @@ def linear_sequence_logps(
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
-    require_bounds(op, cu_seqlens, targets.numel())
+    _require_bounds(op, cu_seqlens, targets.numel())
     bounds = cu_seqlens.long()
-    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), target_counts(targets, bounds))
+    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), _target_counts(targets, bounds))
 
 
-def require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+def _require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
     """Requires the bounds [S + 1] of sequences of `tokens` tokens in total."""
     checks.require_ints(op, cu_seqlens=cu_seqlens)
     checks.require(
@@ -160,7 +160,7 @@ def require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
         checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", cu_seqlens.tolist(), tokens)
 
 
-def target_counts(targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _target_counts(targets: Tensor, cu_seqlens: Tensor) -> Tensor:
     """int64 [S], the number of targets of each sequence that are not -100."""
     scored = (targets != IGNORE_INDEX).reshape(-1)
     return torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[cu_seqlens].diff()
