@@ -44,7 +44,6 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "storage": {"atomic_files", "checks", "reasons"},
     "data": {"checks"},
     "lengths": {"checks", "data"},
-    "batching": {"checks", "data", "lengths", "prefix_tree"},
     "ops.devices": set(),
     "ops.second_derivatives": set(),
     "ops.choice": {"accuracy", "atomic_files", "logs", "ops.devices"},
@@ -57,11 +56,10 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "metrics": {"checks", "ops"},
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
     "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
-    "integrations": {"batching", "checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing"}
+    "integrations": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "prefix_tree"}
     | {"reasons", "ref_logps", "row_forms", "storage"},
     "commands": {
         "accuracy",
-        "batching",
         "checks",
         "data",
         "integrations",

@@ -47,7 +47,7 @@ def test_a_module_trains_fused_and_says_what_its_options_did(script, tmp_path):
     options = "--no-share-random-prompts", "--verify", "--max-tokens", 60
     done = run(*options, "-m", "train", tmp_path / "out", path=(tmp_path,), warm=True)
     assert done.returncode == 3, done.stderr
-    assert "fastdpo: trl.DPOTrainer calls: policy fused" in done.stderr
+    assert "fastdpo: trl.DPOTrainer calls: reference fused" in done.stderr
     assert re.search(
         r"; share_prompts=deterministic; verify=True \(first calls that agreed with stock ones: [1-9]\); "
         r"max_tokens=60 \(2 steps in [34] micro-batches\)\n",

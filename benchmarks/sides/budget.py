@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
-from fastdpo.batching import CostModel, StepPlanner
-from fastdpo.batching.sampler import shared_among_ranks
-from fastdpo.integrations.trl.max_tokens.budgeted_loader import MicroBatches
-from fastdpo.lengths import PairLengths, pair_lengths
+from fastdpo.integrations.bypass import STATE
 
 
-def half_of_the_longest_step(lengths: list[PairLengths]) -> int:
+def half_of_the_longest_step(workload: Workload) -> int:
     """Half of the distinct tokens of the longest step, or those of its longest pair."""
-    of_steps = [of_step.packed() for of_step in lengths]
-    return max(max(int(tokens.max()), -(-int(tokens.sum()) // 2)) for tokens in of_steps)
+    steps = [[sum(pair) for pair in pairs] for pairs in workload.batches]
+    return max(max(max(tokens), -(-sum(tokens) // 2)) for tokens in steps)
 
 
 class BudgetStep(TrainerStep):
     """Policy forward and backward, reference forward, at half of the distinct tokens at a time."""
 
     def __init__(self, workload: Workload) -> None:
-        examples = [workload.examples(i) for i in range(len(workload.batches))]
-        lengths = [pair_lengths(pairs, workload.max_length) for pairs in examples]
-        max_tokens = half_of_the_longest_step(lengths)
-        super().__init__(workload, "fastdpo", max_tokens=max_tokens)
-        cost = CostModel.of_model(self.trainer.model)
-        self._cuts = [
-            shared_among_ranks(StepPlanner(of_step, max_tokens, cost=cost).cut(range(len(of_step))))[0]
-            for of_step in lengths
-        ]
-        self._micro_batches = [
-            MicroBatches((self.trainer.data_collator([pairs[i] for i in x.pairs]), x.share) for x in cut)
-            for pairs, cut in zip(examples, self._cuts, strict=True)
-        ]
-        self._batch = 0
+        super().__init__(workload, "fastdpo", max_tokens=half_of_the_longest_step(workload))
+        self._batch, self._pairs = 0, list[torch.Tensor]()  # of each micro-batch
+        budget = vars(self.trainer)[STATE].budget
+        cut = budget._cut
+
+        def recorded(*args: Any) -> list[torch.Tensor]:
+            self._pairs = cut(*args)
+            return self._pairs
+
+        budget._cut = recorded
 
     def _run(self, batch: int) -> torch.Tensor:
         self._batch = batch
-        return self.trainer.training_step(self.model, self._micro_batches[batch])
+        return super()._run(batch)
 
     def _in_order(self, calls: list[torch.Tensor]) -> torch.Tensor:
         rows: dict[int, torch.Tensor] = {}
-        cut, micro_batches = self._cuts[self._batch], self._micro_batches[self._batch]
-        n = sum(len(x.pairs) for x in cut)
-        for logps, x, (inputs, _) in zip(calls, cut, micro_batches, strict=True):
-            of_rows = [*x.pairs, *(n + i for i in x.pairs)]
-            sizes = inputs["completion_mask"][:, 1:].sum(1).tolist()
-            rows |= zip(of_rows, logps.split(sizes), strict=True)
-        return torch.cat([rows[i] for i in range(2 * n)])
+        counts = self.inputs[self._batch]["completion_mask"][:, 1:].sum(1)
+        for logps, pairs in zip(calls, self._pairs, strict=True):
+            of_rows = torch.cat([pairs, pairs + len(counts) // 2])
+            rows |= zip(of_rows.tolist(), logps.split(counts[of_rows].tolist()), strict=True)
+        return torch.cat([rows[i] for i in range(len(counts))])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..logs import logger
 from ..models import forward
@@ -51,9 +51,8 @@ class TrainerState:
     Attributes:
         name: of the line that has made it, such as "trl.DPOTrainer".
         models: the models that were examined, without the wrappers of engines.
-        budget: cuts the rows of its steps on this rank; None without `max_tokens`, and in lines that cut otherwise.
+        budget: cuts its steps; None without `max_tokens`.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
-        gather: gathers metrics in the place of accelerate while a micro-batch of a step runs.
         has_fused: whether a call has been fused, if the line keeps it.
         has_logged: whether the trainer has logged a training step.
         before: what was counted in the process before the trainer was created.
@@ -65,7 +64,6 @@ class TrainerState:
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     budget: Any = None
     running: Any = None
-    gather: Callable[[Tensor], Tensor] | None = None
     has_fused: bool = False
     has_logged: bool = False
     before: Counted = field(default_factory=counted)

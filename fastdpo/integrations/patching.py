@@ -157,11 +157,10 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             changed. Costs two more forward and backward passes, once. The training ends in the same
             weights as without.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
-            distinct tokens, instead of fixed numbers of rows: in TRL's DPOTrainer and RewardTrainer with
-            balanced costs on all ranks, in GRPOTrainer, RLOOTrainer, SFTTrainer and KTOTrainer with rows that
-            begin alike together. Loss and gradient of a step stay the same up to rounding. A warning says
-            so if none of them is patched. Before training, an error names options of the trainer that are
-            not supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens. With "auto",
+            distinct tokens, with rows that begin alike together, in TRL's DPOTrainer, RewardTrainer, GRPOTrainer,
+            RLOOTrainer, SFTTrainer and KTOTrainer. Loss and gradient of a step stay the same up to rounding. A
+            warning says so if none of them is patched. Before training, an error names options of the trainer that
+            are not supported. With "auto",
             micro-batches begin with the tokens of those of the unpatched trainer, and grow in the first steps as
             far as that is useful and fits into four fifths of the device's memory; a line logs the number that
             repeats them.

@@ -18,8 +18,6 @@ from tests.support.comparison import RELATIVE, approximately
 from tests.support.trl.dpo import assert_same, build, run_two_ranks, tiny_model, train
 from tests.support.trl.online import build as build_online
 from tests.support.trl.online import writer
-from tests.support.workers import gathering as worker
-from tests.support.workers.processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +42,6 @@ def test_the_functions_of_accelerate_are_restored():
         assert accelerator.gather(1) == accelerator.gather_for_metrics(1, use_gather_object=False) == 2
     assert vars(accelerator).keys().isdisjoint({"gather", "gather_for_metrics"})
     assert torch.equal(accelerator.gather(torch.ones(3)), torch.ones(3))
-
-
-def test_rows_of_ranks_that_have_different_numbers_of_them(tmp_path):
-    run_ranks(2, worker.gather_rows, tmp_path)
-    for rank in range(2):
-        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [[1.0, 1.0, 2.0], [2.0, 2.0], [1, 2]]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

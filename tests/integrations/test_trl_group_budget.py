@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 import fastdpo
-from fastdpo.batching.rows import RowPlanner
 from fastdpo.integrations import outcomes
 from fastdpo.integrations.trl import groups
+from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
 from fastdpo.models import calls as counters
 from tests.support.trl.dpo import LORA
 from tests.support.trl.groups import NAMES, build_group
@@ -212,8 +212,8 @@ def test_unpatching_within_a_step_hands_its_batches_back(tmp_path, trainer_class
 
 @pytest.mark.parametrize("trainer_class", NAMES)
 def test_a_lost_row_is_noticed(compare, monkeypatch, trainer_class):
-    stock = RowPlanner.rows
-    monkeypatch.setattr(RowPlanner, "rows", lambda self, run: [*stock(self, run)[:-1], stock(self, run)[0]])
+    stock = UnitPlanner.units
+    monkeypatch.setattr(UnitPlanner, "units", lambda self, run: [*stock(self, run)[:-1], stock(self, run)[0]])
     with pytest.raises(AssertionError):
         compare(trainer_class)
 

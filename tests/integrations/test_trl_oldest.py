@@ -11,7 +11,7 @@ import torch
 from tests.support.documents import trained
 from tests.support.trl.dpo import Run, assert_fused, assert_same
 from tests.support.trl.online import OnlineRun, assert_all_same
-from tests.support.workers import row_budgets, trainings, vision
+from tests.support.workers import budgets, trainings, vision
 from tests.support.workers.packages import packages, run_with
 
 CALLS = {
@@ -67,7 +67,7 @@ def assert_same_in_oldest(saved: Path, newest: Run, **calls: int) -> None:
     assert_same(oldest, newest)
 
 
-@pytest.mark.parametrize("trainer", row_budgets.TRAINERS)
+@pytest.mark.parametrize("trainer", budgets.TRAINERS)
 def test_steps_that_are_cut(oldest, trainer):
     drawn, cut = runs_in(oldest / f"{trainer} cut.pt")
     assert {path for _, path in cut.calls} == {"fused"}

@@ -2,14 +2,13 @@
 
 import pytest
 
-import fastdpo
-from tests.support.trl.reward import (
-    reward_model,
-    train_reward,
-)
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import long_pairs
+from tests.support.trl.reward import train_both_rewards
 
 
-def test_a_budget_of_tokens_is_refused(tmp_path):
-    refused = pytest.raises(NotImplementedError, match=r"^patch: max_tokens does not support .* before version 5")
-    with fastdpo.patched("trl.RewardTrainer", max_tokens=100), refused:
-        train_reward(tmp_path, reward_model())
+@pytest.mark.parametrize("sizes", [(8, 1), (2, 4)])
+def test_steps_that_are_cut(tmp_path, sizes):
+    options = dict(zip(("per_device_train_batch_size", "gradient_accumulation_steps"), sizes, strict=True))
+    runs = train_both_rewards(tmp_path, data=long_pairs(), max_tokens=130, max_steps=2, **options)
+    assert_trained_alike(runs, policy=2 * 4)

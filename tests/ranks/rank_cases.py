@@ -46,7 +46,7 @@ from tests.support.trl.dpo import dataset, pairs, tiny_model
 from tests.support.trl.groups import prompts
 from tests.support.trl.online import writer
 from tests.support.trl.reward import reward_model
-from tests.support.workers.row_budgets import shuffled
+from tests.support.workers.budgets import shuffled
 
 PAIRS = 24
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
+from ...data.columns import COLUMNS
 from ...logs import warn
 from ...models import forward
 from ...models.batch import labels_from
@@ -18,13 +19,16 @@ from ...reasons import Reason
 from ..admission import evidence
 from ..admission.evidence import field_difference, signature_difference
 from ..collating import REPLACED, with_packed_batches
-from ..line import TrainerLine, arguments_of
+from ..line import arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
-from .max_tokens.token_budget import RELIES_ON, TokenBudget
+from .max_tokens import dealing
+from .max_tokens.budget import STEPS, Batch
+from .max_tokens.padded_budget import PaddedBudgetLine
+from .models import reference_logps
 
 DPOTrainer = Any  # of one of several versions
 
@@ -37,12 +41,20 @@ _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
 ]
+RELIES_ON = (*STEPS, *dealing.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call")
+"""The functions that `max_tokens` relies on in trainers of preferences (see `TrainerLine.relies_on`)."""
+NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
+"""The values of `loss_type` with which a loss is not a mean over pairs."""
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
 
-class RewrittenDPOLine(TrainerLine):
+class RewrittenDPOLine(PaddedBudgetLine):
     """What the lines of these DPOTrainers share."""
 
+    rows_of_unit = 2
+    columns = COLUMNS
+    entries = frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES})
+    fields = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
     replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
 
     def replace(self) -> None:
@@ -61,7 +73,11 @@ class RewrittenDPOLine(TrainerLine):
         return nullcontext()
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        """With batches that are packed for the labels that `_compute_loss` makes of them, if it was tested."""
+        """With batches that are packed for the labels that `_compute_loss` makes of them, if it was tested. With
+        `max_tokens`, their pairs are dealt to the ranks.
+        """
+        if self.budget_of(trainer) is not None:
+            return self.dealt(trainer, stock(trainer, *args, **kwargs))
         if not evidence.is_tested(self.trainer_class()._compute_loss):
             return stock(trainer, *args, **kwargs)
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
@@ -92,22 +108,43 @@ class RewrittenDPOLine(TrainerLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = (x for x in (model, trainer.ref_model) if x is not None)
-        several = state.gather or trainer.accelerator.num_processes > 1
         source = inputs.get("completion_mask") if all(map(state.wrapping.passes_arguments_on, models)) else None
         with (
             labels_from(source, inputs["input_ids"]),
-            of_all_ranks(trainer.accelerator, state.gather) if several else nullcontext(),
+            of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
             self.scoring(trainer, inputs, return_outputs),
+            self._with_reference(trainer, inputs) as inputs,
         ):
-            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+            return stock(trainer, self.noting(trainer, model), inputs, return_outputs, *args, **kwargs)
+
+    @contextmanager
+    def _with_reference(self, trainer: DPOTrainer, inputs: Batch) -> Iterator[Batch]:
+        """While a step is cut, yields a batch with the log-probabilities of the reference, which TRL takes from there
+        during the block.
+        """
+        budget = self.budget_of(trainer)
+        if budget is None or not budget.is_running or trainer.precompute_ref_logps:
+            yield inputs
+            return
+        logps = budget.known or dict(zip(precompute.VALUES, reference_logps(trainer, inputs), strict=True))
+        logps = {name: logps[name] for name in precompute.VALUES}
+        budget.note(logps)
+        with temporarily(trainer, precompute_ref_logps=True):
+            yield {**inputs, **logps}
+
+    def uncuttable(self, trainer: DPOTrainer) -> str | None:
+        if not hasattr(trainer, "aux_loss_enabled"):
+            return "TRL before 1.8"
+        losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
+        return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs" if losses else None
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
-        if init_padded(stock, trainer, *args, **kwargs):
+        with padded(stock, trainer, *args, **kwargs) as is_padding_free:
+            super().init(stock, trainer, *args, **kwargs)
+        if is_padding_free:
             trainer.padding_free = forward.is_fused(trainer.model)
             if not trainer.padding_free:
                 warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
-        if self.options.max_tokens is not None and self.state_of(trainer) is not None:
-            TokenBudget(self).install(trainer)
 
 
 @contextmanager
@@ -116,18 +153,20 @@ def _as_reference(stock: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
 
-def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:
-    """Calls `__init__` without the option `padding_free`, of which TRL would warn. Returns whether it was given."""
+@contextmanager
+def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Iterator[bool]:
+    """In the block, the configuration of an `__init__` is without `padding_free`, of which TRL would warn. Yields
+    whether it was given.
+    """
     config = arguments_of(stock, trainer, *args, **kwargs).get("args")
     is_given = config is not None and config.padding_free
     with temporarily(config, padding_free=False) if is_given else nullcontext():
-        stock(trainer, *args, **kwargs)
-    return is_given
+        yield is_given
 
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
-    relies_on = MappingProxyType({**FusedHeadLine.relies_on, "max_tokens": RELIES_ON})
+    relies_on = MappingProxyType({"max_tokens": RELIES_ON})
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     images = True
 

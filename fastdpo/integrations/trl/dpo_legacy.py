@@ -26,7 +26,7 @@ from ...reasons import Reason
 from ..line import TrainerLine, liger_reason
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows
-from .dpo import init_padded
+from .dpo import padded
 from .gathering import of_all_ranks
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class LegacyDPOLine(TrainerLine):
         super().replace()
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
-        if init_padded(stock, trainer, *args, **kwargs):
+        with padded(stock, trainer, *args, **kwargs) as is_padding_free:
+            stock(trainer, *args, **kwargs)
+        if is_padding_free:
             self.prepare(trainer)
             trainer.padding_free = True
             if not forward.is_fused(trainer.model):

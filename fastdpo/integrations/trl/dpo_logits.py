@@ -7,10 +7,12 @@ and return `ScoredRows`, whose `logits` TRL reads as those of any other output.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...models import forward
 from ...ops.head.results import LOGGED_STATISTICS
@@ -19,8 +21,10 @@ from ...reasons import Reason
 from ..admission.evidence import first_difference, signature_difference
 from ..line import liger_reason
 from ..replacements import temporarily
+from ..scored_rows import ScoredRows
 from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
 from .fused_logits import replace_functions
+from .max_tokens.budget import Scores
 
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
@@ -77,6 +81,19 @@ class LogitsDPOLine(RewrittenDPOLine):
         """
         vars(trainer)["ref_model"] = model
         self.prepare(trainer)
+
+    def scores_of(self, trainer: DPOTrainer, output: Any, length: int) -> Scores:
+        rows = output
+        if not isinstance(output, ScoredRows):  # a call that fell back
+            rows = ScoredRows.of_output(
+                SimpleNamespace(logits=output.logits[:, -length:]),
+                self.state_of(trainer).running[:, 1:],
+                self.statistics(trainer),
+            )
+        return {name: x for name, x in rows._replace(aux_loss=None)._asdict().items() if x is not None}
+
+    def output_of(self, known: Mapping[str, Tensor]) -> ScoredRows:
+        return ScoredRows(**{name: known[name] for name in ScoredRows._fields if name in known})
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         state = self.state_of(trainer)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -30,9 +30,8 @@ from torch import Tensor
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..line import option_reason
-from ..replacements import temporarily
-from .max_tokens.row_budget import Batch, RowBudgetLine
-from .max_tokens.token_budget import STEPS
+from .fused_head import FusedHeadLine
+from .max_tokens.budget import STEPS, Batch, BudgetLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
@@ -66,7 +65,7 @@ step accumulates, or the tokens of a generation.
 """
 
 
-class GroupLine(RowBudgetLine):
+class GroupLine(BudgetLine, FusedHeadLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
@@ -75,7 +74,7 @@ class GroupLine(RowBudgetLine):
     relies_on = MappingProxyType({"max_tokens": (*STEPS, *_GENERATIONS)})
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
-    replaced_with_budget = (*RowBudgetLine.replaced_with_budget, _SCORES)
+    replaced_with_budget = (*BudgetLine.replaced_with_budget, _SCORES)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)
@@ -98,11 +97,11 @@ class GroupLine(RowBudgetLine):
         budget = self.budget_of(trainer)
         if budget is None:
             return stock(trainer, *args, **kwargs)
-        return budget.scores(
-            lambda: stock(trainer, *args, **kwargs),
-            lambda returned: {"logps": returned[0], "entropies": returned[1]},
-            lambda known: (known["logps"], known["entropies"], None),  # no auxiliary loss
-        )
+        if budget.known is not None:
+            return budget.known["logps"], budget.known["entropies"], None  # no auxiliary loss
+        returned = stock(trainer, *args, **kwargs)
+        budget.note({"logps": returned[0], "entropies": returned[1]})
+        return returned
 
     @contextmanager
     def use_adapter(
@@ -125,28 +124,26 @@ class GroupLine(RowBudgetLine):
     def must_train(self, trainer: Any) -> bool:
         return (trainer._step + 1) % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
 
+    def size(self, batch: Batch) -> int:
+        return len(batch["completion_ids"])
+
     def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
         return {name: joined_entry(name, [x[name] for x in batches]) for name in batches[0]}
 
-    def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
+    def tokens(self, joined: Batch) -> list[list[NDArray[np.int64]]]:
         parts = (joined[f"{x}_ids"].masked_fill(joined[f"{x}_mask"] == 0, -1) for x in ("prompt", "completion"))
-        return [row[row >= 0] for row in torch.cat([*parts], 1).cpu().numpy()]
+        return [[row[row >= 0]] for row in torch.cat([*parts], 1).cpu().numpy()]
 
     def width(self, batch: Batch) -> int:
         return batch["completion_ids"].shape[1]
 
-    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
-        rows = rows.to(trainer.accelerator.device)
-        return {name: x[rows] if x is not None and x.ndim else x for name, x in joined.items()}
+    def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
+        units = units.to(trainer.accelerator.device)
+        return {name: x[units] if x is not None and x.ndim else x for name, x in joined.items()}
 
-    def weighing(
-        self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
-    ) -> AbstractContextManager[object]:
-        accumulated = trainer.current_gradient_accumulation_steps
-        rows_of_step = accumulated * len(batches[0]["prompt_ids"])
-        is_mean = getattr(trainer, "loss_type", None) not in SUMS_OVER_A_GENERATION
-        divisor = rows_of_step / len(rows) if is_mean else accumulated
-        return temporarily(trainer, current_gradient_accumulation_steps=divisor)
+    def weight(self, trainer: Any, batch: Batch) -> float:
+        is_sum = getattr(trainer, "loss_type", None) in SUMS_OVER_A_GENERATION
+        return 0 if is_sum else super().weight(trainer, batch)
 
 
 def joined_entry(name: str, values: list[Any]) -> Tensor | None:

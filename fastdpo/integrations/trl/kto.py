@@ -15,9 +15,6 @@ For this, all passes without gradients come first: the policy for the rows of th
 terms of TRL's batches are computed from them as TRL does. A row then is trained on with the log-probability of its
 reference raised by its KL term, since the loss depends on no more than the difference of the two from that of the
 policy. `apo_zero_unpaired` has no KL term.
-
-The loss of a batch is the mean over its rows, and TRL multiplies those of desirable and undesirable rows by a weight
-each. There it also enters how much a row weighs in a step whose last batch is smaller.
 """
 
 from __future__ import annotations
@@ -36,9 +33,10 @@ from ..admission import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
+from .fused_head import FusedHeadLine
 from .gathering import in_float32
-from .max_tokens.row_budget import Batch, PaddedRowBudgetLine, on_device
-from .max_tokens.token_budget import STEPS
+from .max_tokens.budget import STEPS, Batch, on_device
+from .max_tokens.padded_budget import PaddedBudgetLine
 from .models import reference_of
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ _KL_ROWS = tuple(f"KL_{name}" for name in _ROWS)
 _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 
-class KTOLine(PaddedRowBudgetLine):
+class KTOLine(PaddedBudgetLine, FusedHeadLine):
     parameters = _PARAMETERS
     relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForUnpairedPreference.torch_call")})
     replaced = ("compute_ref_log_probs", "_compute_loss")
@@ -85,7 +83,7 @@ class KTOLine(PaddedRowBudgetLine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        called = self.scoring(trainer, model)
+        called = self.noting(trainer, model)
         with in_float32(trainer.accelerator):
             if called is not model:  # while a step is cut
                 with labels_from(inputs["completion_mask"], inputs["input_ids"]):
@@ -104,10 +102,10 @@ class KTOLine(PaddedRowBudgetLine):
         """Adds the log-probabilities of the passes without gradients to the batches, and to the joined rows those of
         the reference, raised by the KL terms.
         """
-        of_rows = [self._without_gradients(trainer, model, joined, rows) for rows in micro_batches]
+        of_rows = [self._without_gradients(trainer, model, joined, units) for units in micro_batches]
         places = torch.cat(micro_batches).argsort()
         known = {name: torch.cat([x[name] for x in of_rows])[places] for name in of_rows[0]}
-        sizes, raised = [len(batch["label"]) for batch in batches], []
+        sizes, raised = [*map(self.size, batches)], []
         for batch, *of_batch in zip(batches, *(x.split(sizes) for x in known.values()), strict=True):
             batch |= dict(zip(known, of_batch, strict=True))
             raised.append(batch["ref_logps"] + kl_term(trainer, batch))
@@ -116,9 +114,9 @@ class KTOLine(PaddedRowBudgetLine):
         joined.pop("ref_KL_logps", None)
         joined["ref_logps"] = torch.cat(raised)  # on the device, as all that is computed
 
-    def _without_gradients(self, trainer: Any, model: nn.Module, joined: Batch, rows: Tensor) -> dict[str, Tensor]:
+    def _without_gradients(self, trainer: Any, model: nn.Module, joined: Batch, units: Tensor) -> dict[str, Tensor]:
         """The log-probabilities of rows by the reference, and of their rows of the KL term by both, [R] each."""
-        batch = on_device(self.picked(joined, rows), trainer.accelerator.device)
+        batch = on_device(self.picked(trainer, joined, units), trainer.accelerator.device)
         known: Batch = {name: batch.pop(name) for name in ("ref_logps", "ref_KL_logps") if name in batch}
         if not known:
             logps = trainer.compute_ref_log_probs(reference_of(trainer), batch)
@@ -127,21 +125,9 @@ class KTOLine(PaddedRowBudgetLine):
             known["KL_logps"] = trainer._compute_kl_logps(model, batch)
         return {name: x for name, x in known.items() if x is not None}
 
-    def weighing(
-        self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
-    ) -> AbstractContextManager[object]:
-        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]], device="cpu")
-        weights = len(rows) / (sizes[rows] * trainer.current_gradient_accumulation_steps)
-        is_desirable = joined["label"][rows].bool()
-        desirable, undesirable = (weights[x].to(joined["ref_logps"]) for x in (is_desirable, ~is_desirable))
-        return temporarily(
-            trainer,
-            desirable_weight=trainer.desirable_weight * desirable,
-            undesirable_weight=trainer.undesirable_weight * undesirable,
-            current_gradient_accumulation_steps=1,
-            precompute_ref_logps=True,  # those of the batch
-            calculate_KL=False,
-        )
+    def training(self, trainer: Any) -> AbstractContextManager[object]:
+        """The log-probabilities of the reference are those of the batch, with the KL terms."""
+        return temporarily(trainer, precompute_ref_logps=True, calculate_KL=False)
 
     def computing_metrics(self, trainer: Any) -> AbstractContextManager[object]:
         return temporarily(

@@ -21,7 +21,6 @@ from ...reasons import Reason
 from ..admission import evidence
 from ..admission.fingerprints import name_of
 from ..lines import DPO
-from .max_tokens.token_budget import widest_batch
 from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
@@ -85,7 +84,9 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
         return None
     collator = cast("DataCollatorForPreference", trainer.data_collator)
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode)
-    return rope_reason(base, widest_batch(collator, rows.lengths.longest))
+    multiple = collator.pad_to_multiple_of or 1
+    widest = -(-int(rows.lengths.longest.max(initial=0)) // multiple) * multiple
+    return rope_reason(base, widest)
 
 
 def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:

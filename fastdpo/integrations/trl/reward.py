@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
+from ...data.columns import COLUMNS
 from ...models.batch import labels_from
 from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
 from ..collating import REPLACED, with_packed_batches
-from ..line import TrainerLine
-from .gathering import Gather, of_all_ranks
-from .max_tokens.token_budget import RELIES_ON, TokenBudget
+from .dpo import RELIES_ON
+from .max_tokens.budget import Batch, Scores
+from .max_tokens.padded_budget import PaddedBudgetLine
 
 
-class RewardLine(TrainerLine):
+class RewardLine(PaddedBudgetLine):
     parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
-    relies_on = MappingProxyType({**TrainerLine.relies_on, "max_tokens": RELIES_ON})
+    relies_on = MappingProxyType({"max_tokens": RELIES_ON})
     replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
+    rows_of_unit = 2
+    columns = COLUMNS[1:]
+    entries = frozenset({"input_ids", "attention_mask", "margin"})
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return with_packed_batches(self, stock, trainer, *args, padding=_padding(trainer), **kwargs)
-
-    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        super().init(stock, trainer, *args, **kwargs)
-        if self.options.max_tokens is not None and self.state_of(trainer) is not None:
-            TokenBudget(self).install(trainer)
+        if self.budget_of(trainer) is not None:
+            return self.dealt(trainer, stock(trainer, *args, **kwargs))
+        return with_packed_batches(self, stock, trainer, *args, padding=self.padding(trainer), **kwargs)
 
     def compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        state, ids = self.state_of(trainer), inputs.get("input_ids")
-        if state is None or ids is None:
+        ids = inputs.get("input_ids")
+        if self.state_of(trainer) is None or ids is None:
             return stock(trainer, model, inputs, *args, **kwargs)
-        gather = None if state.gather is None else _counting_pairs(state.gather, len(ids) // 2)
-        with (
-            labels_from(ids, ids),
-            nullcontext() if gather is None else of_all_ranks(trainer.accelerator, gather),
-        ):
-            return stock(trainer, model, inputs, *args, **kwargs)
+        with labels_from(ids, ids):
+            return stock(trainer, self.noting(trainer, model), inputs, *args, **kwargs)
 
+    def uncuttable(self, trainer: Any) -> str | None:
+        adapters = getattr(trainer.model, "peft_config", {}).values()
+        if any(adapter.is_prompt_learning for adapter in adapters):
+            return "prompt tuning, with which a reward depends on the width of the batch"
+        return None
 
-def _counting_pairs(gather: Gather, pairs: int) -> Gather:
-    """Gathers a mean over the pairs of a micro-batch once for each of them. TRL also gathers their scores, [2B, 1],
-    and their number of tokens, an integer.
-    """
-    return lambda x: gather(x.expand(pairs) if x.dim() == 0 and x.is_floating_point() else x)
+    def padding(self, trainer: Any) -> int | None:
+        base = find_base(trainer.model)
+        return None if base is None else text_config(base).pad_token_id
 
+    def width(self, batch: Batch) -> int:
+        return 1
 
-def _padding(trainer: Any) -> int | None:
-    base = find_base(trainer.model)
-    return None if base is None else text_config(base).pad_token_id
+    def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:
+        return {"logits": output.logits}

@@ -11,8 +11,9 @@ from typing import Any
 
 from ...reasons import Reason
 from ..collating import REPLACED, with_packed_batches
-from .max_tokens.row_budget import PaddedRowBudgetLine
-from .max_tokens.token_budget import STEPS
+from .fused_head import FusedHeadLine
+from .max_tokens.budget import STEPS, Batch
+from .max_tokens.padded_budget import PaddedBudgetLine
 
 _PARAMETERS = {
     "__init__": [
@@ -25,28 +26,29 @@ _PARAMETERS = {
 }
 
 
-class SFTLine(PaddedRowBudgetLine):
+class SFTLine(PaddedBudgetLine, FusedHeadLine):
     parameters = _PARAMETERS
-    relies_on = MappingProxyType(
-        {**PaddedRowBudgetLine.relies_on, "max_tokens": (*STEPS, ":DataCollatorForLanguageModeling.torch_call")}
-    )
+    relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForLanguageModeling.torch_call")})
     replaced = REPLACED
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
-    replaced_with_budget = (*PaddedRowBudgetLine.replaced_with_budget, "compute_loss")
+    replaced_with_budget = (*PaddedBudgetLine.replaced_with_budget, "compute_loss")
     entries = frozenset({"input_ids", "attention_mask", "labels"})
     fields = ("log_probs", "label_mask", "entropy", "is_top1")
 
     def compute_loss(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(trainer, self.scoring(trainer, model), *args, **kwargs)
+        return stock(trainer, self.noting(trainer, model), *args, **kwargs)
 
     def uncuttable(self, trainer: Any) -> str | None:
-        """The loss of a step is a sum over its tokens, which the trainer divides by their number in all batches that
-        the step accumulates. So rows weigh the same in any micro-batch.
-        """
         if trainer.model_accepts_loss_kwargs:
             return None
         return "models whose loss does not take num_items_in_batch, since it then is a mean over the tokens of a batch"
+
+    def weight(self, trainer: Any, batch: Batch) -> float:
+        """The loss of a step is a sum over its tokens, which the trainer divides by their number in all batches that
+        the step accumulates. So that of a row is the same in any batch.
+        """
+        return 0
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

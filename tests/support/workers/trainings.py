@@ -24,7 +24,7 @@ from tests.support.trl.online import train_three
 from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
-from tests.support.workers import row_budgets, vision
+from tests.support.workers import budgets, vision
 
 
 def train_on_groups(trainer_class: type, directory: Path, model, reference, evaluate: int) -> Run:
@@ -63,8 +63,8 @@ def main(directory: Path, *trainers: str) -> None:
         save(directory / f"{trainer}.pt", patched_run(directory / trainer, trainer))
     save(directory / "images.pt", vision.patched_run(directory / "images"))
     save(directory / "online.pt", *train_three(directory / "online"))
-    for trainer in row_budgets.TRAINERS:
-        save(directory / f"{trainer} cut.pt", *row_budgets.with_and_without(directory / f"{trainer} cut", trainer))
+    for trainer in budgets.TRAINERS:
+        save(directory / f"{trainer} cut.pt", *budgets.with_and_without(directory / f"{trainer} cut", trainer))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 import fastdpo
 from tests.support.comparison import double
 from tests.support.trl import kto
-from tests.support.workers.row_budgets import shuffled
+from tests.support.workers.budgets import shuffled
 from tests.support.workers.trainings import TRAIN, model_of
 
 

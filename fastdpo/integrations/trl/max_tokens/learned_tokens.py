@@ -26,7 +26,6 @@ import torch
 from tqdm.auto import tqdm
 
 from ....logs import logger
-from ....models.calls import counted
 from ....models.parts import base_of
 
 if TYPE_CHECKING:
@@ -101,59 +100,38 @@ def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
 class LearnedTokens:
     """The tokens of the micro-batches of one trainer.
 
-    What was learned is a part of the trainer's state, which checkpoints save: for each number, the step from which on
-    it holds, and whether it is the last one.
+    What was learned is a part of the trainer's state, which checkpoints save: the number, and whether it is final.
 
     Args:
         trainer: the trainer.
         name: of its line.
-        least: tokens that a micro-batch may always have.
-        ahead: the number of steps that are already cut when one ends.
     """
 
-    def __init__(self, trainer: Any, name: str, least: int = 0, ahead: int = 0):
-        self._trainer, self._name, self._least, self._ahead = trainer, name, least, ahead
+    def __init__(self, trainer: Any, name: str):
+        self._trainer, self._name = trainer, name
         self._ran = 0  # tokens of the largest micro-batch so far
         self._key = ""
-
-    @property
-    def step(self) -> int:
-        """The number of the step that runs, from 0."""
-        return self._trainer.state.global_step
 
     @property
     def device(self) -> torch.device:
         return self._trainer.accelerator.device
 
-    def of_step(self, step: int, own: int) -> int:
-        """The tokens that a micro-batch of a step may have.
+    def of_step(self, own: int) -> int:
+        """The tokens that a micro-batch of the step may have.
 
         Args:
-            step: its number.
             own: the tokens of the largest batch that TRL would run in it.
         """
-        tokens, is_last = next(x[1:] for x in reversed(self._numbers()) if x[0] <= step)
-        return max(tokens, self._least if is_last else own)
+        tokens, is_final = self._saved()
+        return tokens if is_final else max(tokens, own)
 
     def ran(self, tokens: int) -> None:
         """Takes note of the tokens of a micro-batch on this rank."""
         self._ran = max(self._ran, tokens)
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Runs a micro-batch whose calls have equal tokens: they may share more than is known when it is cut."""
-        calls, tokens = counted()
-        yield
-        calls, tokens = counted()[0] - calls, counted()[1] - tokens
-        n = sum(n for (name, _, path), n in calls.items() if name == self._name)
-        self.ran(tokens[self._name, "computed"] // max(n, 1))
-
     def is_learning(self) -> bool:
-        """Whether the end of the step says more: not in the first one, in which the optimizer has no states, and not
-        before the number that was learned last holds.
-        """
-        start, _, is_last = self._numbers()[-1]
-        return not is_last and self.step >= max(start, 1)
+        """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
+        return self._trainer.state.global_step > 0 and not self._saved()[1]
 
     def learn(self, before: Memory | None, after: Memory | None) -> None:
         """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
@@ -170,11 +148,11 @@ class LearnedTokens:
         if fitting < 0:
             return
         useful = useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
-        ran = max(ran, self._numbers()[-1][1])
+        ran = max(ran, self._saved()[0])
         tokens = max(ran, min(fitting, useful))
-        is_last = tokens >= useful or fitting < LEAST_GROWTH * ran
-        self._numbers().append([self.step + 1 + self._ahead, tokens, is_last])
-        if is_last:
+        is_final = tokens >= useful or fitting < LEAST_GROWTH * ran
+        self._saved()[:] = tokens, is_final
+        if is_final:
             why = "more would not be faster" if tokens >= useful else limit
             text = f'max_tokens="auto" is {tokens} from here on, since {why}; max_tokens={tokens} repeats it'
             say(self._trainer, f"fastdpo: {self._name}: {text}")
@@ -187,13 +165,13 @@ class LearnedTokens:
         numbers = accelerator.gather(torch.tensor([[fitting, -ran]], device=self.device)).amin(0).tolist()
         return numbers[0], -numbers[1]
 
-    def _numbers(self) -> list[list[int]]:
-        """What was learned with as many ranks on such a device: triples, of which the newest is the last one."""
+    def _saved(self) -> list[int]:
+        """What was learned with as many ranks on such a device: the number of tokens, and whether it is final."""
         if not self._key:
             report = memory(self.device)
             total, _ = self._of_ranks(0 if report is None else report.total, 0)
             self._key = f"fastdpo: max_tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
-        return self._trainer.state.stateful_callbacks.setdefault(self._key, [[0, self._least, False]])
+        return self._trainer.state.stateful_callbacks.setdefault(self._key, [0, False])
 
 
 @contextmanager
@@ -209,11 +187,9 @@ def learning(learned: LearnedTokens | None) -> Iterator[None]:
 
 def say(trainer: Any, text: str) -> None:
     """Shows a text on the main process, next to its progress bars or in the log."""
-    if shows_progress(trainer):
-        tqdm.write(text)
-    elif trainer.accelerator.is_main_process:
+    if not trainer.accelerator.is_main_process:
+        return
+    if trainer.args.disable_tqdm:
         logger.info("%s", text)
-
-
-def shows_progress(trainer: Any) -> bool:
-    return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
+    else:
+        tqdm.write(text)

@@ -1,0 +1,46 @@
+"""Trainers whose steps cannot be cut, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ....models.support import rope_reason
+from ...bypass import bypass_reason, is_overridden
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOSS_FUNCTIONS = ("compute_loss", "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+"""The functions in which TRL's trainers compute the loss of a batch. Each of them has some."""
+
+
+def require_supported(reason: str | None) -> None:
+    """Raises NotImplementedError if there is a reason why steps cannot be cut."""
+    if reason is not None:
+        raise NotImplementedError(f"patch: max_tokens does not support {reason}")
+
+
+def unsupported_reason(trainer: Any, stock: type) -> str | None:
+    """Why the steps of a trainer, of this class or of a subclass, cannot be cut, or None."""
+    if trainer.args.n_gpu > 1:
+        return "torch.nn.DataParallel; start one process for each GPU"
+    if trainer.accelerator.parallelism_config is not None:
+        return "parallelism_config"
+    if trainer.accelerator.num_processes > 1 and not trainer.args.accelerator_config.even_batches:
+        return "even_batches=False on several ranks"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "models that transformers shards while it loads them"
+    is_own = is_overridden(trainer, stock, (name for name in LOSS_FUNCTIONS if hasattr(stock, name)))
+    if is_own or bypass_reason(trainer, stock, ("training_step",)):
+        return f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the auxiliary loss of routers, which is not a mean over rows"
+    return None
+
+
+def width_reason(model: PreTrainedModel, width: int) -> str | None:
+    """Why micro-batches, which may be narrower than the batches of the trainer, have other results if one of these is
+    that wide, or None.
+    """
+    reason = rope_reason(model, width)
+    return None if reason is None else f"batches of up to {width} tokens, since {reason}; truncate by max_length"

@@ -1,0 +1,462 @@
+"""`patch(max_tokens=...)` for SFT, KTO, DPO and Reward: the steps of stock, whose rows and pairs are cut anew."""
+
+import pytest
+import torch
+from datasets import IterableDataset
+from peft import PromptTuningConfig, TaskType
+from transformers import TrainerCallback
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+
+import fastdpo
+from fastdpo.integrations.trl import kto as kto_line
+from fastdpo.integrations.trl.max_tokens.budget import BudgetLine, StepBudget
+from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
+from fastdpo.integrations.trl.sft import SFTLine
+from fastdpo.models import calls as counters
+from tests.support.comparison import assert_same_gradients, assert_same_logs
+from tests.support.models.families import DYNAMIC, FUSED
+from tests.support.trl import kto, reward, sft
+from tests.support.trl.dpo import Run, adapter, assert_same, pairs, recorded_packs, tiny_model, tokenizer, train
+from tests.support.trl.resuming import assert_resumes
+from tests.support.workers import budgets
+from tests.support.workers.budgets import DPO, KTO, MAX_TOKENS, REWARD, SFT, TRAINERS, trained
+from tests.support.workers.processes import run_ranks
+
+STEPS = 3
+ADAPTER = {name: x for name, x in adapter().items() if name != "reference"}
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Compares a training in float64 with that of stock, and returns it."""
+
+    def both(trainer: str, max_tokens: int | None = None, **options) -> Run:
+        stock = trained(tmp_path / "stock", trainer, **options)
+        with fastdpo.patched(trainer, max_tokens=max_tokens or MAX_TOKENS[trainer]):
+            patched = trained(tmp_path / "patched", trainer, **options)
+        assert_same(stock, patched)
+        return patched
+
+    return both
+
+
+LONG = dict(per_device_train_batch_size=16, gradient_accumulation_steps=1)
+COMMON = {
+    "as it is": {},
+    "one micro-batch": dict(max_tokens=10_000),
+    "rows above the budget": dict(max_tokens=12),
+    "without accumulation": LONG,
+    "logged later": dict(logging_steps=2),
+    "evaluation": dict(evaluate=6, eval_strategy="steps", eval_steps=1),
+    "pad_to_multiple_of": dict(pad_to_multiple_of=16),
+    "checkpointing": dict(gradient_checkpointing=True),
+}
+OF_PAIRS = {
+    "worker processes": dict(dataloader_num_workers=1, max_steps=2),
+    "sequential": dict(train_sampling_strategy="sequential"),
+    "input tokens": dict(include_num_input_tokens_seen="non_padding"),
+    "data seed": dict(data_seed=7, accelerator_config={"use_seedable_sampler": False}),
+    "dispatched batches": dict(accelerator_config={"dispatch_batches": True}),
+    "streaming": dict(data=IterableDataset.from_generator(budgets.related_pairs, gen_kwargs=dict(n=budgets.UNITS))),
+}
+
+
+class Listed(DPOTrainer):
+    def get_train_dataloader(self):
+        self.train_dataset = list(self.train_dataset)
+        return super().get_train_dataloader()
+
+
+class Reads(DPOTrainer):
+    """A subclass that reads its metrics after each batch."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        assert all(type(x) in (int, float) for values in self._metrics["train"].values() for x in values)
+        return loss
+
+
+OPTIONS = {
+    **{f"{trainer}, {name}": (trainer, options) for trainer in TRAINERS for name, options in COMMON.items()},
+    **{f"{trainer}, {name}": (trainer, options) for trainer in (DPO, REWARD) for name, options in OF_PAIRS.items()},
+    **{f"{trainer}, truncated": (trainer, dict(max_length=12)) for trainer in (SFT, KTO, DPO)},
+    **{f"{trainer}, adapter": (trainer, ADAPTER) for trainer in (SFT, KTO)},
+    "SFT, dft": (SFT, dict(loss_type="dft")),
+    "SFT, every token": (SFT, dict(completion_only_loss=False)),
+    "SFT, tokens of a rank": (SFT, dict(average_tokens_across_devices=False)),
+    "KTO, apo_zero_unpaired": (KTO, dict(loss_type="apo_zero_unpaired", evaluate=4)),
+    "KTO, weights": (KTO, dict(beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)),
+    "KTO, adapter as reference": (KTO, adapter()),
+    "KTO, precomputed": (KTO, dict(precompute_ref_log_probs=True)),
+    "KTO, precomputed apo": (KTO, dict(precompute_ref_log_probs=True, loss_type="apo_zero_unpaired")),
+    "KTO, synchronized": (KTO, dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6)),
+    "DPO, adapter": (DPO, adapter()),
+    "DPO, precomputed": (DPO, dict(precompute_ref_log_probs=True)),
+    "DPO, synchronized": (DPO, dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6)),
+    "DPO, length-normalized and hinge": (DPO, dict(loss_type=["ipo", "hinge"], loss_weights=[0.5, 1.0])),
+    "DPO, weighting": (DPO, dict(use_weighting=True)),
+    "DPO, ld_alpha": (DPO, dict(ld_alpha=0.5)),
+    "DPO, list": (DPO, dict(trainer_class=Listed)),
+    "DPO, by length": (
+        DPO,
+        dict(
+            data=[{**row, "length": len(row["chosen"])} for row in budgets.related_pairs(budgets.UNITS)],
+            train_sampling_strategy="group_by_length",
+            remove_unused_columns=False,
+        ),
+    ),
+    "DPO, read in every batch": (DPO, dict(trainer_class=Reads)),
+    "Reward, adapter": (REWARD, reward.adapter()),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(compare, option):
+    trainer, options = OPTIONS[option]
+    patched = compare(trainer, **options)
+    assert {path for _, path in patched.calls} == {"fused"}
+
+
+def test_kl_terms_above_zero(compare):
+    """TRL's are not below 0, which would hide errors."""
+    patched = compare(KTO, max_steps=2)
+    assert min(log["kl"] for log in patched.logs if "kl" in log) > 0.5
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_what_is_computed_in_a_step(tmp_path, monkeypatch, trainer):
+    """The rows of a prompt come into one micro-batch. The policy is called once for each, and for its KL term."""
+    half = 200 if trainer in (SFT, KTO) else 300
+    reference = {KTO: {("policy", "fused"): 4, ("reference", "fused"): 2}, DPO: {("reference", "fused"): 2}}
+    tokens, count = [], counters.count_tokens
+    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
+    computed = {}
+    for max_tokens in (None, half, 10**6):
+        tokens.clear()
+        with fastdpo.patched(trainer, max_tokens=max_tokens):
+            patched = trained(tmp_path / str(max_tokens), trainer, max_steps=1)
+        computed[max_tokens] = sum(tokens)
+        if max_tokens == half:
+            assert patched.calls == {("policy", "fused"): 2} | reference.get(trainer, {})
+            assert trainer == KTO or half / 3 < max(tokens) <= half
+    assert computed[half] <= 1.02 * computed[10**6] < computed[None]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_call_is_packed_once(tmp_path, monkeypatch, trainer):
+    """Those with gradients are packed on the host, where their layouts are found again, by the reference of DPO too."""
+    packs = recorded_packs(monkeypatch)
+    with fastdpo.patched(trainer, max_tokens=MAX_TOKENS[trainer]):
+        packs.clear()
+        patched = trained(tmp_path, trainer, max_steps=2)
+    assert {path for _, path in patched.calls} == {"fused"}
+    models = 1 if trainer in (SFT, REWARD) else 2  # each of which is examined once
+    calls = patched.calls["policy", "fused"] if trainer == DPO else sum(patched.calls.values())
+    assert len(packs) == calls + models
+
+
+@pytest.mark.parametrize("trainer", [DPO, REWARD])
+def test_what_is_not_shared_counts_for_each_row(tmp_path, monkeypatch, trainer):
+    tokens, count, calls = [], counters.count_tokens, {}
+    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
+    for share in (True, False):
+        with fastdpo.patched(trainer, max_tokens=MAX_TOKENS[trainer], share_prompts=share):
+            calls[share] = trained(tmp_path / str(share), trainer).calls["policy", "fused"]
+    assert max(tokens) <= MAX_TOKENS[trainer]
+    assert calls[True] < calls[False]
+
+
+def test_a_pair_above_the_budget_runs_alone(tmp_path, caplog):
+    with fastdpo.patched(DPO, max_tokens=12):
+        trained(tmp_path, DPO, max_steps=1)
+    assert caplog.text.count("a pair has") == 1
+    assert "more than max_tokens=12, and runs alone" in caplog.text
+
+
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+def test_resuming(tmp_path, sampling):
+    """Stops in the second epoch, and continues in another trainer."""
+    rows = [{**row, "length": len(row["prompt"].split())} for row in pairs(20)]
+    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
+    accumulated = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4)  # 8, 8 and 4 pairs
+    assert_resumes(tmp_path, rows, train_sampling_strategy=sampling, remove_unused_columns=False, **accumulated)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_two_ranks(tmp_path, trainer):
+    run_ranks(2, budgets.train_rank, tmp_path, trainer)
+    ranks = [[Run(**x) for x in torch.load(tmp_path / f"rank{rank}.pt")] for rank in range(2)]
+    for stock, patched in ranks:
+        assert not stock.calls
+        assert_same(stock, patched)
+        assert {path for _, path in patched.calls} == {"fused"}
+    assert ranks[0][1].calls == ranks[1][1].calls, "all ranks have the same number of micro-batches"
+    if trainer in (
+        DPO,
+        REWARD,
+    ):  # in one process, the batches of both ranks are one, and the repeated pairs are missing
+        one = trained(tmp_path / "one process", trainer, per_device_train_batch_size=8, max_steps=1)
+        for _, patched in ranks:
+            assert_same_gradients(one.gradients, patched.gradients[:1])
+            assert_same_logs(one.logs[:1], patched.logs[:1])
+    assert ranks[0][1].calls["policy", "fused"] >= 6
+
+
+TUNING = dict(num_virtual_tokens=3)
+
+
+@pytest.mark.parametrize("trainer", [SFT, KTO, DPO])
+def test_batches_that_fall_back(compare, trainer):
+    tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, **TUNING)
+    patched = compare(trainer, peft_config=tuning, **({} if trainer == SFT else dict(reference=False)))
+    assert patched.calls["policy", "stock"] > STEPS
+    assert not patched.calls["policy", "fused"]
+
+
+CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer, DPO: DPOTrainer, REWARD: RewardTrainer}
+
+
+def with_padding(trainer_class: type, is_real) -> type:
+    """A subclass whose collator leaves tokens out of its masks. `is_real` is called with ids and masks [R, L]."""
+
+    class Masked(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            collate = self.data_collator
+            self.data_collator = lambda examples: self.masked(collate(examples))
+
+        def masked(self, batch):
+            for name in {"attention_mask", "KL_attention_mask"} & batch.keys():
+                ids = batch[name.replace("attention_mask", "input_ids")]
+                batch[name] = batch[name] * is_real(ids, batch[name]).long()
+            return batch
+
+    return Masked
+
+
+MASKS = {
+    "padding is the end of a row": lambda ids, mask: ids != tokenizer().eos_token_id,
+    "without the last tokens": lambda ids, mask: mask.flip(1).cumsum(1).flip(1) > 2,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_tokens_with_labels_outside_the_mask_are_kept(compare, trainer, mask):
+    compare(trainer, trainer_class=with_padding(CLASSES[trainer], MASKS[mask]))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_empty_mask_is_refused(tmp_path, trainer):
+    masked = with_padding(CLASSES[trainer], lambda ids, mask: torch.arange(len(ids))[:, None] != 1)
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
+    with pytest.raises(NotImplementedError, match="max_tokens does not support rows whose attention mask is 0"):
+        trained(tmp_path, trainer, trainer_class=masked)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def _interrupt(trainer, control):
+    raise Interrupted
+
+
+def _stop(trainer, control):
+    control.should_training_stop = True
+
+
+def _unpatch(trainer, control):
+    fastdpo.unpatch()
+
+
+WITHIN_A_STEP = {  # what happens, and behind which substep: of a step with four batches, three are substeps
+    "evaluation": (lambda trainer, control: trainer.evaluate(), 5),
+    "exception": (_interrupt, 2),
+    "stop": (_stop, 5),
+    "unpatching": (_unpatch, 1),
+    "unpatching at the end": (_unpatch, 3),
+}
+
+
+def acting(trainer_class: type, act, substep: int) -> type:
+    """A subclass that acts after some of the batches of a step, and trains again after an exception."""
+
+    class Acting(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Acts(self))
+
+        def train(self):
+            try:
+                return super().train()
+            except Interrupted:
+                return super().train()
+
+    class Acts(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer, self.seen = trainer, 0
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            self.seen += 1
+            if self.seen == substep:
+                act(self.trainer, control)
+
+    return Acting
+
+
+@pytest.mark.parametrize("action", WITHIN_A_STEP)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_batches_that_wait_for_the_end_of_a_step_are_not_lost(compare, trainer, action):
+    patched = compare(trainer, trainer_class=acting(CLASSES[trainer], *WITHIN_A_STEP[action]), evaluate=6)
+    assert {path for _, path in patched.calls} == ({"fused"} if "unpatching" not in action else set())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_lost_row_is_noticed(compare, monkeypatch, trainer):
+    units = UnitPlanner.units
+    monkeypatch.setattr(UnitPlanner, "units", lambda self, run: [*units(self, run)[:-1], units(self, run)[0]])
+    with pytest.raises(AssertionError):
+        compare(trainer)
+
+
+def _no_KL_term(monkeypatch):
+    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.0)
+
+
+def _one_KL_term_for_all_batches(monkeypatch):
+    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.8788)
+
+
+@pytest.mark.parametrize("sabotage", [_no_KL_term, _one_KL_term_for_all_batches])
+def test_a_wrong_loss_of_kto_is_noticed(compare, monkeypatch, sabotage):
+    sabotage(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(KTO)
+
+
+def _weights_of_micro_batches(monkeypatch):
+    monkeypatch.setattr(BudgetLine, "weight", lambda *args: 0.0)
+
+
+def _weights_of_the_first_batch(monkeypatch):
+    """As if the batches of a step had equal sizes."""
+
+    def weight(self, trainer, batch):
+        return 1 / (budgets.STEPS["per_device_train_batch_size"] * trainer.current_gradient_accumulation_steps)
+
+    monkeypatch.setattr(BudgetLine, "weight", weight)
+
+
+def _metrics_of_other_rows(monkeypatch):
+    log = StepBudget.log_metrics
+    monkeypatch.setattr(
+        StepBudget, "log_metrics", lambda self, trainer, batches, units: log(self, trainer, batches, units.roll(1))
+    )
+
+
+@pytest.mark.parametrize("trainer", [KTO, DPO, REWARD])
+@pytest.mark.parametrize("sabotage", [_weights_of_micro_batches, _weights_of_the_first_batch, _metrics_of_other_rows])
+def test_a_wrong_weight_or_metric_is_noticed(compare, monkeypatch, trainer, sabotage):
+    sabotage(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(trainer)
+
+
+class OwnLoss(SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+class OwnKL(KTOTrainer):
+    def _compute_kl_logps(self, model, batch):
+        return super()._compute_kl_logps(model, batch)
+
+
+class OwnSteps(KTOTrainer):
+    def training_step(self, *args, **kwargs):
+        return torch.zeros(())
+
+
+class SumOverPairs(DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
+class RankedReference(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        chosen, rejected = super().compute_ref_log_probs(model, inputs)
+        return chosen - chosen.mean(), rejected
+
+
+class OwnPairSteps(DPOTrainer):
+    def training_step(self, model, inputs, *args):
+        return self.compute_loss(model, self._prepare_inputs(inputs))
+
+
+class SumOfRewards(RewardTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
+def without_loss_arguments(model):
+    model.accepts_loss_kwargs = False
+    return model
+
+
+OVERRIDING = {
+    SFT: [OwnLoss],
+    KTO: [OwnKL, OwnSteps],
+    DPO: [SumOverPairs, RankedReference, OwnPairSteps],
+    REWARD: [SumOfRewards],
+}
+REFUSED = {
+    "another mean": (SFT, dict(prepare=without_loss_arguments), "models whose loss does not take num_items_in_batch"),
+    "prompt tuning": (
+        REWARD,
+        dict(peft_config=PromptTuningConfig(task_type=TaskType.SEQ_CLS, **TUNING)),
+        "prompt tuning",
+    ),
+    "aot": (DPO, dict(loss_type="aot"), "loss_type='aot', which is not a mean over pairs"),
+    "sft": (DPO, dict(loss_type=["sigmoid", "sft"]), "loss_type='sft'"),
+    **{
+        f"rotary embeddings, {trainer}": (
+            trainer,
+            dict(tiny=dict(rope_parameters=DYNAMIC, max_position_embeddings=16)),
+            "batches of up to [0-9]+ tokens, since .*; truncate by max_length",
+        )
+        for trainer in TRAINERS
+    },
+    **{
+        kind.__name__: (
+            trainer,
+            dict(trainer_class=kind),
+            f"{kind.__name__}, which overrides the loss or the steps of {CLASSES[trainer].__name__}",
+        )
+        for trainer, kinds in OVERRIDING.items()
+        for kind in kinds
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    trainer, options, message = REFUSED[case]
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
+    with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {message}"):
+        trained(tmp_path, trainer, **options)
+
+
+@pytest.mark.parametrize("trainer", [SFT, KTO, DPO])
+def test_a_router_loss_is_refused(tmp_path, trainer):
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
+    model = tiny_model("mixtral", **FUSED["mixtral"][1])
+    train_one = {SFT: sft.train_sft, KTO: kto.train_kto, DPO: train}[trainer]
+    with pytest.raises(NotImplementedError, match="does not support the auxiliary loss of routers"):
+        train_one(tmp_path, model, tiny_model("mixtral", **FUSED["mixtral"][1]), router_aux_loss_coef=0.5)
+
+
+def test_batches_with_other_entries_are_refused():
+    batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
+    with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
+        SFTLine(SFT, ("trl.trainer.sft_trainer",)).joined(None, [batch])

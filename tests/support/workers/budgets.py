@@ -1,0 +1,70 @@
+"""Trainings of SFT, KTO, DPO and Reward in float64 whose steps accumulate batches, in one process or on one of several
+ranks.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import fastdpo
+from tests.support.comparison import double
+from tests.support.trl import kto, reward, sft
+from tests.support.trl.dpo import Run, pairs, tiny_model, train
+
+STEPS = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, learning_rate=0.05, max_steps=3)
+"""Steps of 16 rows or pairs on a rank. In one process, the third one has 6."""
+UNITS = 38
+SFT, KTO, DPO, REWARD = TRAINERS = ("trl.SFTTrainer", "trl.KTOTrainer", "trl.DPOTrainer", "trl.RewardTrainer")
+MAX_TOKENS = {SFT: 90, KTO: 90, DPO: 160, REWARD: 160}
+
+
+def shuffled(rows: Callable[..., list[dict]], n: int = UNITS, seed: int = 0) -> list[dict]:
+    """Rows of which those of a prompt are in several batches."""
+    drawn = rows(n, seed)
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+def related_pairs(n: int, seed: int = 0) -> list[dict]:
+    """Pairs with margins. Each has the prompt of another one."""
+    drawn = pairs(n, seed)
+    return [{**row, "prompt": drawn[i // 2]["prompt"], "margin": 0.1 * i} for i, row in enumerate(drawn)]
+
+
+def trained(directory: Path, trainer: str, tiny: dict | None = None, prepare: Callable = double, **options) -> Run:
+    """Trains with the patches that are active. `options` are arguments of a `Recipe.train`."""
+    options = {**STEPS, **options}
+    if trainer == REWARD:
+        model = prepare(reward.reward_model(**(tiny or {})))
+        data = dict(data=shuffled(related_pairs), center_rewards_coefficient=0.3)
+        return reward.train_reward(directory, model, **{**data, **options})
+    models = [prepare(tiny_model(seed=seed, **(tiny or {}))) for seed in range(2)]
+    if trainer == SFT:
+        options = {"data": lambda n, seed=0: shuffled(sft.rows, UNITS if n == 16 else n, seed), **options}
+        return sft.train_sft(directory, models[0], **options)
+    reference = models[1] if options.pop("reference", True) else None
+    if trainer == KTO:
+        return kto.train_kto(directory, models[0], reference, **{"data": shuffled(kto.rows), **options})
+    return train(directory, models[0], reference, **{"data": shuffled(related_pairs), **options})
+
+
+def with_and_without(directory: Path, trainer: str) -> list[Run]:
+    """Patched trainings without `max_tokens` and with it."""
+    runs = []
+    for max_tokens in (None, MAX_TOKENS[trainer]):
+        with fastdpo.patched(trainer, max_tokens=max_tokens):
+            runs.append(trained(directory / str(max_tokens), trainer, evaluate=4))
+    return runs
+
+
+def train_rank(directory: Path, trainer: str) -> None:
+    """Writes a stock and a patched training to a file in the directory."""
+    rank = int(os.environ["RANK"])
+    options: dict = dict(evaluate=6, max_steps=2)
+    stock = trained(directory / f"stock {rank}", trainer, **options)
+    with fastdpo.patched(trainer, max_tokens=MAX_TOKENS[trainer] // 2):
+        patched = trained(directory / f"patched {rank}", trainer, **options)
+    torch.save([vars(stock), vars(patched)], directory / f"rank{rank}.pt")
