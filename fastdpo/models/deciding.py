@@ -252,7 +252,9 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     verdict: Verdict | None = identity.verdict
     if verdict is None or not _covers(verdict.key, identity.trained):
         verdict = _verdict(model, fused, identity, device)
-        if not fused.sightings:  # otherwise it waits, and the next call counts
+        if (
+            verdict.packing_reason is None or verdict.packing_reason.name != "changing-model"
+        ):  # of which each call counts
             fused.structure.identity(model).verdict = verdict  # with the attention and the head that it now has
     fused.verdict = verdict
     return verdict.reason
@@ -289,7 +291,9 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
             _rule_out(fused, identity, results[key].unsupported_reason)
     result = results.get(key, fused.probe_result if is_sharded else None)
     if ruled_out is not None:
-        fused.ruled_out[identity.code], result = ruled_out, ProbeResult(ruled_out)
+        result = ProbeResult(ruled_out)
+        if identity.kinds not in fused.ruled_out:
+            fused.ruled_out[identity.code] = ruled_out
     elif key not in results:
         packing_reason = packing_reason or Reason("changed-model")
     elif results[key].packing_reason is not None:
@@ -308,6 +312,8 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
 def _is_changing(fused: FusedForward, key: ProbeKey) -> bool:
     """Whether a model that was examined often must first stay the same for some calls, for twice as many each time."""
     often = fused.examinations - FREE_EXAMINATIONS
+    if len(fused.sightings) >= MAX_PROBE_RESULTS:
+        fused.sightings.clear()
     fused.sightings[key] += 1
     if often >= 0 and fused.sightings[key] <= 2**often:
         return True
