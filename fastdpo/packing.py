@@ -67,8 +67,8 @@ class Layout:
         multiplicity: int64 [T], the number of rows that contain each packed token.
         label_bounds: int64 [R + 1] on the CPU, the start of each row's labels among all M, and M.
         unshared: the number of tokens that would be stored if rows shared none.
-        id_range: the smallest and the largest id of the padded batch, padding and tokens that are not stored included;
-            None if the batch is run padded.
+        id_range: the smallest and the largest id of the whole padded batch; None if the batch is run padded.
+        is_left_padded: whether padding comes before a stored token.
     """
 
     token_index: Tensor
@@ -84,6 +84,7 @@ class Layout:
     label_bounds: Tensor
     unshared: int
     id_range: tuple[int, int] | None = None
+    is_left_padded: bool = False
 
     @property
     def label_index(self) -> Tensor:
@@ -178,6 +179,7 @@ def pack(
     store_all: bool = False,
     reach: int | None = None,
     tokens: int | Callable[[int], int] | None = None,
+    count_padding: bool = False,
 ) -> Layout:
     """The layout of a padded batch.
 
@@ -199,6 +201,8 @@ def pack(
             to. For rotary embeddings that depend on the largest position of the batch.
         tokens: T, or a function that returns it for the least possible one, the tokens that are stored otherwise.
             The others are further rows without labels, none of them longer than the longest row.
+        count_padding: count positions from the first column of the padded batch, for a model whose own positions do.
+            Rows then share tokens in the same columns only.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -210,7 +214,7 @@ def pack(
             token is real.
     """
     _require_batch("pack", input_ids, attention_mask, labels)
-    checks.require_flags("pack", shifted=shifted, store_all=store_all)
+    checks.require_flags("pack", shifted=shifted, store_all=store_all, count_padding=count_padding)
     if isinstance(groups, str):
         rule = 'be a tensor, "prompts", "content", "pairs" or None'
         checks.require(groups in ("prompts", "content", "pairs"), "pack", "groups", rule, repr(groups))
@@ -245,8 +249,8 @@ def pack(
     row = np.flatnonzero(need)  # [S] rows of the padded batch
     stored = [ids[i, offset[i] : offset[i] + need[i]] for i in row]
     first_of: dict[object, int] = {}
-    members = _groups_of_rows(groups, ids, offset, scored)
-    first_rows = [first_of.setdefault(group, i) for i, group in enumerate(members)]  # of their groups
+    members = zip(_groups_of_rows(groups, ids, offset, scored), (offset * count_padding).tolist(), strict=True)
+    first_rows = [first_of.setdefault(member, i) for i, member in enumerate(members)]  # of their groups
     group_of = [first_rows[i] for i in row]
     tree = prefix_tree(stored, group_of)
     order = sorted(range(len(row)), key=lambda i: (group_of[i], tree[i].root))  # rows that share are neighbours
@@ -259,6 +263,7 @@ def pack(
     n_tokens = own_length.sum()
     position_ids = np.arange(n_tokens) - np.repeat(own_start - shared, own_length)  # [T]
     token_index = np.repeat(row * length + offset[row], own_length) + position_ids
+    position_ids = token_index % length if count_padding else position_ids
     prefix = np.where(shared > 0, last - shared + 1, own_start)
     rows = np.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
     multiplicity = np.bincount(paths[paths >= 0])
@@ -286,20 +291,16 @@ def pack(
     packed = paths[np.repeat(place, counts), output_index - np.repeat(first, counts)]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
+    arrays = token_index, position_ids, rows.astype(np.int32), score_index, score_targets, output_index, output_source
     layout = Layout(
-        torch.from_numpy(token_index),
-        torch.from_numpy(position_ids),
-        torch.from_numpy(rows.astype(np.int32)),
-        torch.from_numpy(score_index),
-        torch.from_numpy(score_targets),
-        torch.from_numpy(output_index),
-        torch.from_numpy(output_source),
-        (n_rows, length),
-        (n_rows, scored.shape[1]),
-        torch.from_numpy(multiplicity),
-        _bounds(torch.from_numpy(counts)),
-        int(need.sum()),
-        (int(ids.min()), int(ids.max())),
+        *map(torch.from_numpy, arrays),
+        padded_shape=(n_rows, length),
+        output_shape=(n_rows, scored.shape[1]),
+        multiplicity=torch.from_numpy(multiplicity),
+        label_bounds=_bounds(torch.from_numpy(counts)),
+        unshared=int(need.sum()),
+        id_range=(int(ids.min()), int(ids.max())),
+        is_left_padded=bool(offset[row].any()),
     )
     return layout.to(device)
 

@@ -270,6 +270,7 @@ FUNCTIONS = {
             groups=(torch.zeros(2, dtype=torch.long), Kind(no_ints, wrong_shapes)),
             shifted=(False, FLAG),
             store_all=(False, FLAG),
+            count_padding=(False, FLAG),
             reach=(9, no_integer("2", 2.0, NAN, True, [1])),
         ),
     ),

@@ -66,6 +66,7 @@ OTHERS = (
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
     *("models that accelerate has prepared", "models that are wrapped after they were scored"),
+    "positions that count padding",
     *("labels that are not shifted", "arguments that cut the logits", "flat rows whose positions begin again"),
     "checkpointing that is enabled again without one more hook",
     *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),

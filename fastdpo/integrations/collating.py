@@ -52,7 +52,7 @@ class CollatedBatch(dict[str, Any]):
         batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
         batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding, rounded)
-        batch.packed.layouts[groups, False, None, rounding(rounded)] = layout
+        batch.packed.layouts[groups, False, None, rounding(rounded), False] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class CollatedBatch(dict[str, Any]):
         if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
             return None
         groups, _, rounded = self._how
-        return self.packed.layouts[groups, False, None, rounding(rounded)]
+        return self.packed.layouts[groups, False, None, rounding(rounded), False]
 
 
 def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:

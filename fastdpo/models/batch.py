@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import packing
 from ..logs import logger
 from ..ops.devices import is_capturing, is_host
-from ..packing import IGNORE_INDEX, Layout
+from ..packing import IGNORE_INDEX, Layout, NotPackable
 from ..reasons import Reason
 from . import reward_head
 from .state import FusedForward, Groups, Verdict
@@ -84,6 +84,7 @@ class PaddedBatch(NamedTuple):
         store_all: bool = False,
         reach: int | None = None,
         tokens: Callable[[int], int] | None = None,
+        count_padding: bool = False,
     ) -> Layout:
         """A new layout of the batch.
 
@@ -92,6 +93,7 @@ class PaddedBatch(NamedTuple):
             store_all: store tokens that no other depends on, too.
             reach: number of positions that rotary embeddings must see, or None for as many as there are.
             tokens: the number of tokens to pad to, for the number that there are (see `rounded_up`).
+            count_padding: count positions from the first column, for a model whose own positions do.
 
         Raises:
             NotPackable: the batch has no packed form.
@@ -100,8 +102,8 @@ class PaddedBatch(NamedTuple):
         members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
         if groups == "pairs" and rows and rows % 2 == 0:
             members = torch.arange(rows, device="cpu") % (rows // 2)
-        shifted = self.shifted
-        return packing.pack(*self[:3], groups=members, shifted=shifted, store_all=store_all, reach=reach, tokens=tokens)
+        options = {"store_all": store_all, "count_padding": count_padding}
+        return packing.pack(*self[:3], groups=members, shifted=self.shifted, reach=reach, tokens=tokens, **options)
 
 
 def rounded_up(tokens: int) -> int:
@@ -131,7 +133,7 @@ class PackedBatch:
 
     def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
         self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
-        self.layouts: dict[tuple[Groups | None, bool, int | None, Callable[[int], int] | None], Layout] = {}
+        self.layouts: dict[tuple[Groups | None, bool, int | None, Callable[[int], int] | None, bool], Layout] = {}
         self.labels_follow = False
         self._versions = self._present_versions()
         self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
@@ -221,6 +223,7 @@ def layout_of(
     store_all: bool,
     reach: int | None,
     tokens: Callable[[int], int] | None = None,
+    count_padding: bool = False,
 ) -> Layout:
     """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
     been written to. The arguments and `NotPackable` are those of `PaddedBatch.pack`.
@@ -228,7 +231,7 @@ def layout_of(
     Raises:
         RuntimeError: as `PackedBatch.runs_in`.
     """
-    how = groups, store_all, reach, tokens
+    how = groups, store_all, reach, tokens, count_padding
     packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
     if how not in packed.layouts:
         with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
@@ -262,7 +265,17 @@ def layout_of_call(
     limit = verdict.rope_limit
     reach = None if limit is None or width <= limit else width
     groups = (groups or fused.options.groups) if share else None
-    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, tokens=tokens)
+    pack = functools.partial(
+        layout_of, batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, tokens=tokens
+    )
+    layout = pack()
+    if not layout.is_left_padded or verdict.left_padding == "ignored":
+        return layout
+    if verdict.left_padding == "seen":
+        raise NotPackable(Reason("left-padding", model=type(model).__name__))
+    rewards = fused.options.rewards
+    positions_are_given = kwargs.get("position_ids") is not None or (rewards and not rewards.runs_padded)
+    return layout if positions_are_given else pack(count_padding=True)
 
 
 def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:

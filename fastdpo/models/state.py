@@ -19,7 +19,7 @@ from ..packing import Layout
 from ..reasons import Reason
 from . import attention, head, pickling, sharding
 from .compiled import CompiledLayers
-from .examine.probe import ProbeResult
+from .examine.probe import LeftPadding, ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
 from .mixers import finding
 from .parts import backbone, text_config, vocabulary_of
@@ -189,6 +189,11 @@ class Verdict(NamedTuple):
     def reason(self) -> Reason | None:
         """Why all calls fall back, on all ranks that run the model together."""
         return self.result and self.result.unsupported_reason
+
+    @property
+    def left_padding(self) -> LeftPadding:
+        """How padding on the left changes the states of rows (see `probe.ProbeResult`)."""
+        return "ignored" if self.result is None else self.result.left_padding
 
     def routes_in(self, kwargs: dict) -> bool:
         """Whether a call with these arguments asks for router logits."""

@@ -40,6 +40,7 @@ class Batch(NamedTuple):
     shifted: bool
     store_all: bool
     reach: int | None
+    count_padding: bool = False
 
 
 BATCHES = st.builds(
@@ -56,6 +57,7 @@ BATCHES = st.builds(
     shifted=st.booleans(),
     store_all=st.booleans(),
     reach=st.sampled_from([None, None, 3, 30]),
+    count_padding=st.booleans(),
 )
 
 
@@ -109,10 +111,10 @@ def groups_of_rows(case: Batch, ids: Tensor, mask: Tensor, labels: Tensor, group
 
 def check_layout(case: Batch) -> None:
     ids, mask, labels, groups = batch_of(case)
-    options = dict(groups=groups, shifted=case.shifted, store_all=case.store_all)
+    options = dict(groups=groups, shifted=case.shifted, store_all=case.store_all, count_padding=case.count_padding)
     layout = ops.pack(ids, mask, labels, **options)
     rows = groups_of_rows(case, ids, mask, labels, groups)
-    assert_layout_is_right(layout, (ids, mask, labels), rows, case.shifted, case.store_all)
+    assert_layout_is_right(layout, (ids, mask, labels), rows, case.shifted, case.store_all, case.count_padding)
     reaching = ops.pack(ids, mask, labels, reach=case.reach, **options)
     assert reaching.position_ids.max() + 1 >= max(case.reach or 0, int(layout.position_ids.max()) + 1)
     assert torch.equal(reaching.rows[: len(layout.rows)], layout.rows)
@@ -184,6 +186,7 @@ NO_LABELS = Batch(0, 2, 5, 5, 1, 0.0, False, "right", "tensor", False, False, No
 ONE_TOKEN = NO_LABELS._replace(length=1, scored=1.0, shifted=True)
 EQUAL_ROWS = NO_LABELS._replace(rows=4, vocabulary=1, scored=1.0, groups="prompts")
 LONG_ROTARY = EQUAL_ROWS._replace(side="left", reach=30, store_all=True)
+LEARNED_POSITIONS = EQUAL_ROWS._replace(side="left", groups="content", count_padding=True)
 
-test_pack = fuzzed(BATCHES, 0.25, (NO_LABELS, ONE_TOKEN, EQUAL_ROWS, LONG_ROTARY))(check_layout)
+test_pack = fuzzed(BATCHES, 0.25, (NO_LABELS, ONE_TOKEN, EQUAL_ROWS, LONG_ROTARY, LEARNED_POSITIONS))(check_layout)
 test_packed_attention = fuzzed(ATTENTION, 0.1)(check_attention)

@@ -355,6 +355,33 @@ def test_padded_on_either_side_without_a_mask_and_with_positions():
         fastdpo.score(model, left["input_ids"], labels=left["labels"])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_padding_on_the_left_is_what_the_model_takes_it_for(name):
+    """The positions of GPT-2 count it, and those of OPT do not."""
+    model, batch, scored = tiny_family(name).eval(), rows(left=True), {}
+    expected = own_logps(model, **batch)
+    stock = step(model, expected)
+    fastdpo.prepare(model)
+    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
+    assert_close(scored["logps"], expected, absolute=1e-5)
+    found = step(model, scored["logps"])
+    assert_same_gradients(*([{"all": torch.cat([x.flatten() for x in y.values()])}] for y in (stock, found)))
+    right = own_logps(model, **rows()).sum(1)
+    assert (name == "opt") == torch.allclose(right, expected.sum(1), atol=1e-4)
+    counted = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)  # given positions decide
+    expected = own_logps(model, **batch, position_ids=counted)
+    assert_close(fastdpo.score(model, **batch, position_ids=counted).logps, expected, absolute=1e-5)
+
+
+def test_a_recurrence_that_reads_padding_on_the_left(caplog):
+    model = tiny_family("recurrent_gemma").bfloat16()
+    expected = own_logps(model, **rows(left=True))
+    fastdpo.prepare(model)
+    assert calls_of(lambda: fastdpo.score(model, **rows())) == {FUSED: 1}
+    assert_close(fastdpo.score(model, **rows(left=True)).logps, expected.float(), absolute=0.05)
+    assert "RecurrentGemmaForCausalLM depend on the padding before them [left-padding]" in caplog.text
+
+
 def test_other_positions_fall_back():
     model, batch = fastdpo.prepare(tiny_family("gpt2").eval()), rows()
     batch["position_ids"] = torch.arange(3, 15)[None]

@@ -15,6 +15,7 @@ from trl.trainer import grpo_trainer, utils
 
 import fastdpo
 from fastdpo import packing
+from fastdpo.models.calls import tokens
 from tests.support import faults
 from tests.support.comparison import assert_close, assert_same_gradients
 from tests.support.trl.dpo import LORA, assert_fused, tiny_model
@@ -120,24 +121,18 @@ def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_cla
 
 
 @BOTH
-def test_position_ids_equal_those_of_generation(tmp_path, trainer_class):
-    """Stock counts the left padding of a prompt in its position ids."""
-
-    class Positioned(trainer_class):
-        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
-            def call(attention_mask, **inputs):
-                positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-                return model(attention_mask=attention_mask, position_ids=positions, **inputs)
-
-            return super()._get_per_token_logps_and_entropies(call, input_ids, attention_mask, *args, **kwargs)
-
+def test_positions_count_the_padding_of_a_prompt_as_in_trl(tmp_path, trainer_class, monkeypatch):
+    """In a model with learned positions. The completions of a prompt begin in the same column, and share it."""
     kind = dict(kind="gpt2", without=("head_dim", "num_key_value_heads", "intermediate_size"))
     options = dict(beta=0.1, disable_dropout=True)
-    stock = train_group(tmp_path / "stock", writer(0, **kind), Positioned, reference=writer(1, **kind), **options)
+    stock = train_group(tmp_path / "stock", writer(0, **kind), trainer_class, reference=writer(1, **kind), **options)
     fastdpo.patch(NAMES[trainer_class])
+    before = tokens.copy()
     patched = train_group(tmp_path / "a", writer(0, **kind), trainer_class, reference=writer(1, **kind), **options)
     assert_fused(patched, policy=3, reference=3, old_policy=3 * (trainer_class is RLOOTrainer))
     assert_same_groups(stock, patched)
+    computed = tokens - before
+    assert computed[NAMES[trainer_class], "computed"] < 0.8 * computed[NAMES[trainer_class], "unshared"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

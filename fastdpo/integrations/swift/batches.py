@@ -47,11 +47,14 @@ def _padded(batch: dict[str, Any]) -> Inputs | Reason:
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(mask, Tensor) or not isinstance(ids, Tensor):
         return Reason("no-batch-mask")
+    rows = {"input_ids": ids, "attention_mask": mask, "labels": batch["labels"]}
     if positions is not None:
         counted = (mask.cumsum(1) - 1) * mask
         if positions.shape != ids.shape or not torch.equal(positions * mask, counted):
             return Reason("positions")
-    return {"input_ids": ids, "attention_mask": mask, "labels": batch["labels"]}
+        if not mask[:, 0].all():  # those of the model's own may count padding
+            rows["position_ids"] = positions
+    return rows
 
 
 def _joined(batch: dict[str, Any]) -> Inputs | Reason:

@@ -5,10 +5,6 @@ the policy with gradients, and, before a batch is trained on, those of the old p
 reference. All of them are fused. The trainer shuffles the completions of all prompts, so rows of a
 batch share what they begin with, wherever they are.
 
-Positions count from the first real token, as during generation. TRL passes no positions, so that
-behind left padding a model with learned positions, such as GPT-2, sees other positions than those
-that it generated with.
-
 TRL shuffles the completions of a generation before it cuts them into the batches that a step accumulates, and only
 rows of one batch can share their prompt. With `patch(max_tokens=...)`, the batches of a step are collected as far as
 they come from one generation.

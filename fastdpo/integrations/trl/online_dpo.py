@@ -8,10 +8,6 @@ completions have different lengths: `objective/kl`, `objective/entropy`,
 `objective/non_score_reward` and `objective/rlhf_reward`. TRL also sums them over the padding after
 the end of a completion. Here they are sums over its tokens, whether a batch is fused or falls back.
 TRL masks the padding in its loss, too.
-
-Positions count from the first real token, as during generation. TRL passes no positions, so that
-behind left padding a model with learned positions, such as GPT-2, sees other positions in
-`_forward` than those that it generated with.
 """
 
 from __future__ import annotations

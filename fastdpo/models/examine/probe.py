@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ START = 3
 """Number of tokens at the start of a branch. Convolutions of width 4 see their prefix."""
 
 
+LeftPadding = Literal["ignored", "counted", "seen"]
+"""How padding on the left changes the hidden states of a row: not at all, as those of a model with rotary embeddings;
+because the model's own positions count it, as those of GPT-2; or in another way.
+"""
+
+_OF_ROWS = {"cannot-run", "different-states", "different-gradients"}
+"""Names of the reasons that other rows may not have."""
+
+
 class ProbeResult(NamedTuple):
     """The result of `probe`, for a model in the mode, training or evaluation, that it had.
 
@@ -64,28 +73,30 @@ class ProbeResult(NamedTuple):
         is_random: whether torch's dropout is active.
         attention_dropout: dropout of attention weights.
         packing_reason: why a model that ranks run together runs padded rows, and was not run here.
+        left_padding: how padding on the left changes the states of rows.
     """
 
     unsupported_reason: Reason | None
     is_random: bool = False
     attention_dropout: float = 0.0
     packing_reason: Reason | None = None
+    left_padding: LeftPadding = "ignored"
 
 
 def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     """Compares packed with padded rows of a model that is switched to packed attention, in the mode that it is in.
 
-    Two groups of rows are run. The rows are the same in every process, so that ranks that run the
-    model together come to the same result. Gradients are compared as well: those of the embeddings' output
-    and, in training mode, of the parameters that are trained. If the model's attention has a window, rows
-    that are longer are run, too, without gradients, since they may be long.
+    Two groups of rows are run, one of them padded on the left, as far as the model ignores that. The rows are the same
+    in every process, so that ranks that run the model together come to the same result. Gradients are compared as well:
+    those of the embeddings' output and, in training mode, of the parameters that are trained. If the model's attention
+    has a window, rows that are longer are run, too, without gradients, since they may be long.
     """
     window = attention_window(text_config(model))
     with torch.inference_mode(False):
         trains = _trains(model)
-        result = _probe_rows(model, device, LONGEST, gradients=trains or _may_be_differentiated(model))
+        result = _probe_padding(model, device, gradients=trains or _may_be_differentiated(model))
         if not trains and result.unsupported_reason is not None and result.unsupported_reason.name == "cannot-run":
-            result = _probe_rows(model, device, LONGEST, gradients=False)  # kernels for inference have no backward pass
+            result = _probe_padding(model, device, gradients=False)  # kernels for inference have no backward pass
         if result.unsupported_reason is None and window is not None and LONGEST - 8 < window <= LONGEST_PROBE:
             longer = _probe_rows(model, device, window + 8, gradients=False)
             result = result._replace(unsupported_reason=longer.unsupported_reason)
@@ -95,18 +106,34 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     return result
 
 
+def _probe_padding(model: PreTrainedModel, device: torch.device, gradients: bool) -> ProbeResult:
+    """Probes a model with rows that are padded on the left, too, as far as it ignores that padding or counts it."""
+    result = ProbeResult(None)
+    for left_padding in get_args(LeftPadding):
+        result = _probe_rows(model, device, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
+        if result.unsupported_reason is None or result.unsupported_reason.name not in _OF_ROWS:
+            break
+    return result
+
+
 def _probe_rows(
-    model: PreTrainedModel, device: torch.device, longest: int, gradients: bool, copies: int = 1
+    model: PreTrainedModel,
+    device: torch.device,
+    longest: int,
+    gradients: bool,
+    left_padding: LeftPadding = "seen",
+    copies: int = 1,
 ) -> ProbeResult:
     """Probes a model with rows whose longest prefix has `longest` tokens, if the model has as many positions, or with
-    several times as many rows.
+    several times as many rows. Rows are padded on the left, too, unless padding is seen there.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
-    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16), copies)
+    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16), left_padding != "seen", copies)
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
-    layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
+    options = {"shifted": True, "store_all": True, "count_padding": left_padding == "counted"}
+    layout = packing.pack(ids, mask, labels, groups=groups, reach=reach, **options)
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
     return compare(model, layout, padded, attention.inputs_of(layout, ids), gradients=gradients)
 
@@ -294,9 +321,9 @@ def _rounded(x: Any, unit: float) -> Any:
     return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _rows(config: PretrainedConfig, longest: int, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [R, L], groups [R], in each of R/5 copies: three short rows with one prefix, and two long rows with
-    another, of `longest` tokens.
+def _rows(config: PretrainedConfig, longest: int, padded_left: bool, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and mask [R, L], groups [R], in each of R/5 copies: three short rows with one prefix, which may be padded on
+    the left, and two long rows with another, of `longest` tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -310,7 +337,11 @@ def _rows(config: PretrainedConfig, longest: int, copies: int) -> tuple[Tensor, 
         groups_of_rows += len(branches) * [group]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths, groups = torch.tensor([[len(row) for row in rows], groups_of_rows], device="cpu")
-    return ids, (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long(), groups
+    mask = (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long()
+    for row, length in enumerate(lengths.tolist()):
+        if padded_left and groups[row] % 2 == 0:
+            ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)
+    return ids, mask, groups
 
 
 def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reason | None:

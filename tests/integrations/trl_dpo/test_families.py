@@ -170,7 +170,7 @@ def test_probe_does_not_change_the_model():
     attention.switch(model)
     state = torch.get_rng_state()
     result = probe.probe(model, CPU)
-    assert result == probe.ProbeResult(None, is_random=True, attention_dropout=0.1)
+    assert result == probe.ProbeResult(None, is_random=True, attention_dropout=0.1, left_padding="counted")
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -26,6 +26,7 @@ def prompts(*sizes: int) -> list[dict]:
     return [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(size))} for i, size in enumerate(sizes)]
 
 
+GPT2 = dict(without=("head_dim", "num_key_value_heads", "intermediate_size"))
 LONG = prompts(3, 30, 8, 13, 20, 1, 12, 17)
 OPTIONS = {
     "as it is": (dict(), FULL),
@@ -49,6 +50,8 @@ OPTIONS = {
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
     "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1, reference=1)),
+    # positions that count the padding of a prompt
+    "learned positions": (dict(kind="gpt2", tiny=GPT2), FULL),
     # between the head and the logits
     "softcap": (dict(kind="gemma2", tiny=dict(query_pre_attn_scalar=8, final_logit_softcapping=3.0)), FULL),
     "scaled logits": (dict(kind="granite", tiny=dict(logits_scaling=4.0)), FULL),
