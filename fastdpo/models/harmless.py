@@ -55,7 +55,9 @@ transformers adds when a model is first asked for them.
 ATTRIBUTES = {
     # Changed during training by transformers and PEFT.
     *("training", "gradient_checkpointing", "max_seq_len_cached"),
-    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed", "rope_deltas", "recurrent_states"),
+    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed"),
+    # What generation goes on from.
+    *("rope_deltas", "recurrent_states", "conv1d_state"),
     # Labels and plans of transformers, and options of losses.
     *("_is_hf_initialized", "name_or_path", "model_tags", "warnings_issued", "kernel_config", "hf_device_map"),
     *("loss_type", "router_aux_loss_coef", "tie_word_embeddings", "all_tied_weights_keys"),
