@@ -48,25 +48,6 @@ def test_four_metrics_differ_from_stock_only_by_padding(three):
     assert_same_online(stock, patched)
 
 
-def test_position_ids_equal_those_of_generation(tmp_path):
-    """Stock counts the left padding of a prompt in its position ids."""
-
-    class Positioned(OnlineDPOTrainer):
-        def _forward(self, model, *inputs):
-            def call(ids, attention_mask):
-                positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-                return model(ids, attention_mask=attention_mask, position_ids=positions)
-
-            return super()._forward(call, *inputs)
-
-    kind = dict(kind="gpt2", without=("head_dim", "num_key_value_heads", "intermediate_size"))
-    stock = train_online(tmp_path / "stock", writer(0, **kind), writer(1, **kind), masked(Positioned))
-    with fastdpo.patched():
-        patched = train_online(tmp_path / "patched", writer(0, **kind), writer(1, **kind))
-    assert_fused(patched, **FULL)
-    assert_same_online(stock, patched)
-
-
 def test_autocast(three):
     """Accelerate wraps both models in casts, the reference while the trainer is created."""
     cast = []
