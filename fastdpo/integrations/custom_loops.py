@@ -200,13 +200,14 @@ def _explained(error: Exception, model: nn.Module, labels: str) -> Exception | N
 
 
 def _require_outermost(model: nn.Module, base: nn.Module) -> None:
-    """Requires that no DDP is around a model whose gradients are to be computed. Looks once at each model, and again
-    after a DDP was made.
+    """Requires that no DDP is around a model whose gradients are to be computed. With several ranks, looks once at each
+    model, and again after a DDP was made.
     """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
     _watch_wrapping()
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     inside = {id(module) for module in model.modules()}
-    for wrapper in existing_instances(DistributedDataParallel) if several else ():
+    for wrapper in existing_instances(DistributedDataParallel):
         is_around = id(wrapper) not in inside and any(module is base for module in wrapper.modules())
         rule = "be the DistributedDataParallel around it, without which each rank trains alone"
         checks.require(not is_around, "score", "model", rule, f"the {type(model).__name__} inside")
