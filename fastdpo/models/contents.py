@@ -64,12 +64,6 @@ def copy_of(container: Container) -> Container:
     return kind(container)
 
 
-def tensors_in(containers: Iterable[Container]) -> Iterator[Tensor]:
-    """The tensors that containers hold, except parameters."""
-    for container in containers:
-        yield from (x for x in members_of(container) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
-
-
 def plain_members(x: Any, depth: int = DEPTH) -> Any:
     """The plain values in a value, in a form that can be hashed. Others are left out, and so is what configurations
     hold, to which many modules refer.
