@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
+from torch import nn
+
 from ...data.columns import COLUMNS
 from ...logs import warn
 from ...models import forward
@@ -107,8 +109,9 @@ class RewrittenDPOLine(PaddedBudgetLine):
         state = self.state_of(trainer)
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        models = (x for x in (model, trainer.ref_model) if x is not None)
-        source = inputs.get("completion_mask") if all(map(state.wrapping.passes_arguments_on, models)) else None
+        models = [x for x in (model, trainer.ref_model) if x is not None]
+        passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
+        source = inputs.get("completion_mask") if passes else None  # a function may stand for a model
         with (
             labels_from(source, inputs["input_ids"]),
             of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),

@@ -26,6 +26,7 @@ from tests.support.trl.dpo import (
     build,
     tiny_model,
     train,
+    train_both,
 )
 
 
@@ -71,6 +72,23 @@ class WithoutGradients(DPOTrainer):
     def training_step(self, model, inputs, *args):
         with torch.no_grad():
             return self.compute_loss(model.train(), self._prepare_inputs(inputs))
+
+
+class Elsewhere(DPOTrainer):
+    """Computes losses at other weights than those of the model, as sharpness-aware and meta-learning methods do."""
+
+    def _compute_loss(self, model, *args, **kwargs):
+        weights = {name: 1.01 * p for name, p in model.named_parameters()}
+        return super()._compute_loss(
+            lambda *given, **named: torch.func.functional_call(model, weights, given, named), *args, **kwargs
+        )
+
+
+@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
+def test_a_function_in_the_place_of_the_policy(tmp_path, options):
+    both = train_both(tmp_path, trainer_class=Elsewhere, **options)
+    assert_same(*both)
+    assert_fused(both[1], policy=3, reference=3)
 
 
 @pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
