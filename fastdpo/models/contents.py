@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from . import harmless
 from .attachments import PLAIN
 
-INTERNAL = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict())})
-"""Names of the attributes that each module, and each dictionary of parameters, has by itself."""
+INTERNAL = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict()), "forward"})
+"""Names of the attributes that each module, and each dictionary of parameters, has by itself, and that of a forward,
+which transformers 4 sets on modules whose outputs it records.
+"""
 
 Container = dict | list | set | deque
 
