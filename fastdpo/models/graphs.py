@@ -6,8 +6,8 @@ writes ids, positions and rows into the tensors of the recording, and launches i
 two graphs behind one node of autograd. The head, the loss, the trainer and the optimizer run as without.
 
 A recording holds for one verdict about the model, and so for as long as its identity stays the same, and for the state
-that identities leave out: addresses of tensors, which of them are trained, autocast, the scales of adapters. It is used
-only if a batch with other rows has given what the layers give.
+that identities leave out: addresses of tensors, which of them are trained, autocast. It is used only if a batch with
+other rows has given what the layers give.
 """
 
 from __future__ import annotations
@@ -217,7 +217,6 @@ class _Basis:
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, verdict: object) -> None:
         self.verdict, self.backbone, modules = verdict, backbone, [*backbone.modules()]
         self.tensors: list[Tensor] = [*backbone.parameters(), *backbone.buffers()]
-        self._scales = [x for x in (vars(module).get("scaling") for module in modules) if isinstance(x, dict)]
         self.reason = _unsupported_reason(model, modules, self.tensors)
 
     def trained(self) -> list[Tensor]:
@@ -229,7 +228,6 @@ class _Basis:
         return (
             [*map(Tensor.data_ptr, self.tensors)],
             [*map(id, trained)],
-            [*map(dict, self._scales)],
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),

@@ -56,7 +56,7 @@ class _Snapshot:
         """Makes the module what it was, and returns the names of what had changed."""
         changed = []
         for attribute, x, copy in self._tensors:
-            if not equal(x, copy):
+            if not _equal(x, copy):
                 changed.append(attribute)
                 x.detach().copy_(copy)
         for attribute, container, copy in self._inside:
@@ -87,7 +87,7 @@ class _Snapshot:
         return {} if is_kept else attributes_of(self._module)
 
 
-def equal(x: Tensor, y: Tensor) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal. NaN equals NaN."""
     return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
 
