@@ -114,12 +114,6 @@ def _token_logps_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     y, scored = split_target(tl.load(targets_ptr + row), V)
-    x = tl.load(logits_ptr + y, mask=y >= 0, other=float("nan"))
-    own = tl.where(scored, transform(x, scale, cap), 0.0)
-    t = own
-    if target_logits_ptr is not None:
-        t = tl.where(scored, tl.load(target_logits_ptr + row), 0.0)
-    t = tl.where(t == float("inf"), float("nan"), t)
 
     lane, vec = tl.arange(0, LANES)[:, None], tl.arange(0, VEC)[None, :]
     # A lane loads vectors. In rows that are not aligned for vectors, adjacent lanes load adjacent
@@ -158,6 +152,14 @@ def _token_logps_fwd_kernel(
             weighted += tl.sum(e * tl.maximum(d, MIN_EXPONENT), 1)
         if log_sum_sq_probs_ptr is not None:
             squares += tl.sum(e * e, 1)
+
+    # Read after the loop: across it, both would hold registers with which a further program runs.
+    x = tl.load(logits_ptr + y, mask=y >= 0, other=float("nan"))
+    own = tl.where(scored, transform(x, scale, cap), 0.0)
+    t = own
+    if target_logits_ptr is not None:
+        t = tl.where(scored, tl.load(target_logits_ptr + row), 0.0)
+    t = tl.where(t == float("inf"), float("nan"), t)
 
     top_other = tl.max(m, 0)
     shift = top_other
