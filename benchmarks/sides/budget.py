@@ -9,6 +9,7 @@ import torch
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.integrations.bypass import STATE
+from fastdpo.models.calls import outcomes
 
 
 def half_of_the_longest_step(workload: Workload) -> int:
@@ -35,6 +36,13 @@ class BudgetStep(TrainerStep):
     def _run(self, batch: int) -> torch.Tensor:
         self._batch = batch
         return super()._run(batch)
+
+    def prove(self) -> None:
+        """See `TrainerStep.prove`."""
+        super().prove()
+        steps, parts = (outcomes[self.TRAINER, kind] for kind in ("steps", "micro-batches"))
+        if parts <= steps:
+            raise RuntimeError(f"the side must cut steps; {steps} steps had {parts} micro-batches")
 
     def _in_order(self, calls: list[torch.Tensor]) -> torch.Tensor:
         rows: dict[int, torch.Tensor] = {}

@@ -12,14 +12,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.trainer import utils as trl_utils
 
 import fastdpo
-from benchmarks.cases import Arrays, Unavailable
+from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
-from benchmarks.sides.trainer import STEPS_OF_LEARNING, build_tokenizer, trainer_options
+from benchmarks.sides.trainer import STEPS_OF_LEARNING, build_tokenizer, score_labelled_positions, trainer_options
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
 from fastdpo.models.calls import tokens
 from fastdpo.testing import error
@@ -79,9 +78,7 @@ class GroupStep:
             os.environ["FASTDPO_STRICT"] = "1"
             fastdpo.patch(self.name, max_tokens=max_tokens)
         if mode == "labelled":
-            if not hasattr(trl_utils, "_use_triton"):
-                raise Unavailable("this TRL version does not select positions by `_use_triton`")
-            trl_utils._use_triton = lambda device: True
+            score_labelled_positions()
         with TemporaryDirectory() as directory:
             self.trainer = self._build(Path(directory))
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)

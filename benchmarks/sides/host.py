@@ -80,7 +80,6 @@ class HostStep(TrainerStep):
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
         torch.set_num_threads(1)  # the compiler of a CPU runs the smallest loops in parallel; a GPU launches them
-        self.is_compiled = compiled or layers_compiled
         super().__init__(workload, mode, layers_compiled=layers_compiled, graphs=graphs, compiled=compiled)
         self.records, self.graphs = graphs, False  # nothing is replayed before launches are replaced
         self.collate = self.trainer.get_train_dataloader().collate_fn
@@ -92,7 +91,7 @@ class HostStep(TrainerStep):
         return self.trainer.training_step(self.model, inputs)
 
     def check(self) -> Arrays:
-        stance = torch.compiler.set_stance("force_eager" if self.is_compiled else "default")
+        stance = torch.compiler.set_stance("force_eager" if self.compiles else "default")
         with stance, mock.patch.dict(os.environ, FASTDPO_STRICT=str(int(self.fused and not self.records))):
             arrays = super().check()
             if self.counters:
@@ -109,6 +108,7 @@ class HostStep(TrainerStep):
 
     def facts(self) -> dict[str, Any]:
         """The tokens of a step, the launches that were replaced outside of compiled code, and the profile."""
+        self.prove()
         self.launches.clear()
         self._run(0)
         self.reset()

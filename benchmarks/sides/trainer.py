@@ -6,7 +6,7 @@ The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +20,7 @@ from datasets import disable_progress_bars as quiet_datasets
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available, is_liger_kernel_available
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils as trl_utils
@@ -30,6 +31,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
+from fastdpo.models.calls import tokens
 from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
 
 SEEN = 2
@@ -90,9 +92,43 @@ def build_trainer(workload: Workload, directory: Path, attention: str, **options
         w.fill_adapters(trainer.model)
     # What `train()` does before its first step.
     trainer.current_gradient_accumulation_steps = 1
+    if config.use_liger_kernel:
+        apply_liger(trainer)
     if workload.checkpointing:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     return trainer
+
+
+def apply_liger(trainer: DPOTrainer) -> None:
+    """Replaces layers of the policy, as `train()` does with `use_liger_kernel=True`.
+
+    Raises:
+        RuntimeError: no layer was replaced.
+    """
+    apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+    if not any(module.forward.__module__.startswith("liger_kernel") for module in trainer.model.modules()):
+        raise RuntimeError(f"Liger must replace layers of {type(trainer.model).__name__}; it has replaced none")
+
+
+def score_labelled_positions() -> Counter[str]:
+    """From now on, TRL's head scores labelled positions only, as it does on CUDA.
+
+    Returns:
+        How often the head has asked where it runs, under "asked".
+
+    Raises:
+        Unavailable: the head of this TRL cannot be told.
+    """
+    if not hasattr(trl_utils, "_use_triton"):
+        raise Unavailable("this TRL version does not select positions by `_use_triton`")
+    seen: Counter[str] = Counter()
+
+    def use_triton(device: torch.device) -> bool:
+        seen["asked"] += 1
+        return True
+
+    trl_utils._use_triton = use_triton
+    return seen
 
 
 class TrainerStep:
@@ -153,10 +189,8 @@ class TrainerStep:
             if graphs:
                 patch_options["graphs"] = True
             fastdpo.patch(self.TRAINER, **patch_options)
-        if mode == "labelled":
-            if not hasattr(trl_utils, "_use_triton"):
-                raise Unavailable("this TRL version does not select positions by `_use_triton`")
-            trl_utils._use_triton = lambda device: True
+        self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
+        self.labelled = score_labelled_positions() if mode == "labelled" else None
         with TemporaryDirectory() as directory:
             self.trainer = self._build(workload, Path(directory), attention)
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
@@ -271,7 +305,25 @@ class TrainerStep:
         self.model.zero_grad(set_to_none=True)
         self.trainer._metrics["train"].clear()
 
+    def prove(self) -> None:
+        """Checks that the steps were those that the side is named after, as far as their numbers do not show it.
+
+        Raises:
+            RuntimeError: they were others.
+        """
+        if self.compiles and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+            raise RuntimeError("the side must run compiled code; nothing was compiled")
+        if self.labelled is not None and not self.labelled["asked"]:
+            raise RuntimeError("the side must score labelled positions only; TRL's head was not told")
+        runs = self.trainer.model.config._attn_implementation
+        if self.attention in FLASH and runs != self.attention:
+            raise RuntimeError(f"the side must run {self.attention}; its model runs {runs}")
+        counts = [tokens[self.TRAINER, kind] for kind in ("unshared", "computed")]
+        if self.fused and not self.shares and counts[0] != counts[1]:
+            raise RuntimeError(f"the side must share no prompts; of {counts[0]} tokens it computed {counts[1]}")
+
     def facts(self) -> dict[str, Any]:
         """Tokens per step in the backbones of policy and reference, including padding."""
-        tokens = [self.tokens_of_batches[batch] for batch in sorted(self.tokens_of_batches)]
-        return {"tokens": sum(tokens) / max(len(tokens), 1), "tokens_of_batches": tokens}
+        self.prove()
+        of_batches = [self.tokens_of_batches[batch] for batch in sorted(self.tokens_of_batches)]
+        return {"tokens": sum(of_batches) / max(len(of_batches), 1), "tokens_of_batches": of_batches}

@@ -1,0 +1,107 @@
+"""A side of a trainer is what its name says, or it fails."""
+
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations import liger
+from trl.trainer import utils as trl_utils
+
+import fastdpo
+from benchmarks.sides.budget import BudgetStep
+from benchmarks.sides.trainer import TrainerStep, build_trainer
+from benchmarks.sides.workload import Workload
+from benchmarks.suites import step
+from fastdpo.models import calls
+
+WORK = Workload((((8, 4, 3), (5, 2, 6)),), size=step.QUICK_SIZE)
+
+
+def stand_in(replaced: list[str]):
+    """Of the package liger_kernel: gives the named modules a forward of its own."""
+
+    def apply(model, **config):
+        assert config == {"fused_linear_cross_entropy": False}  # as TRL asks for
+        for name in replaced:
+            module = model.get_submodule(name)
+
+            def forward(*args, own=module.forward):
+                return own(*args)
+
+            forward.__module__ = "liger_kernel.transformers.swiglu"
+            module.forward = forward
+
+    return SimpleNamespace(_apply_liger_kernel_to_instance=apply)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("replaced", [["model.layers.1.mlp"], []])
+def test_liger_replaces_layers(replaced, lora, monkeypatch, tmp_path):
+    """By the function that `train()` calls, which does nothing to models that it does not know."""
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in(replaced))
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    work = Workload(WORK.batches, lora=lora, size=WORK.size)
+
+    def build():
+        return build_trainer(work, tmp_path, "sdpa", use_liger_kernel=True)
+
+    if replaced:
+        modules = build().model.modules()
+        assert sum(module.forward.__module__.startswith("liger_kernel") for module in modules) == 1
+    else:
+        with pytest.raises(RuntimeError, match=r"Liger must replace layers of .*; it has replaced none"):
+            build()
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Builds a side in this process, as if in one of its own, and checks it."""
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)
+
+    def build(side, *args, **options):
+        fastdpo.unpatch()
+        for counter in (calls.calls, calls.tokens, calls.outcomes):
+            counter.clear()
+        monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
+        made = side(WORK, *args, **options)
+        made.check()
+        return made
+
+    yield build
+    fastdpo.unpatch()
+
+
+def test_a_side_on_labelled_positions_tells_the_head(checked):
+    side = checked(TrainerStep, "labelled")
+    side.prove()
+    side.labelled.clear()
+    with pytest.raises(RuntimeError, match="labelled positions only"):
+        side.prove()
+
+
+def test_a_compiled_side_compiles(checked):
+    side = checked(TrainerStep, "stock")
+    side.prove()
+    side.compiles = True
+    with pytest.raises(RuntimeError, match="nothing was compiled"):
+        side.prove()
+
+
+def test_a_side_that_shares_no_prompts_computes_all_tokens(checked):
+    checked(TrainerStep, "fastdpo", share_prompts=False).prove()
+    side = checked(TrainerStep, "fastdpo", share_prompts=True)
+    side.prove()
+    side.shares = False
+    with pytest.raises(RuntimeError, match=r"must share no prompts; of .* tokens it computed"):
+        side.prove()
+
+
+def test_a_side_with_a_budget_cuts_steps(checked):
+    side = checked(BudgetStep)
+    side.prove()
+    calls.outcomes[side.TRAINER, "micro-batches"] = calls.outcomes[side.TRAINER, "steps"]
+    with pytest.raises(RuntimeError, match="must cut steps"):
+        side.prove()
