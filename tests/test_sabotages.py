@@ -22,7 +22,7 @@ OTHERS = (
     "adapters that are activated where others are merged",
     *("adapters that are replaced while they are disabled", "adapters that are set by a list which changes"),
     *("adapters outside of the transformers model", "threads that patch and unpatch at once"),
-    "hooks of pickled models",
+    *("hooks of pickled models", "modules that two fused models share"),
     *(
         "hybrid models",
         "LoRA",

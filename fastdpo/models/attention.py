@@ -1,8 +1,8 @@
 """Packed attention as an attention implementation of transformers.
 
-    prior = attention.switch(model)  # the model now takes packed batches as well
+    attention.switch(model)  # the model now takes packed batches as well
     hidden = model.base_model(**attention.inputs_of(layout, input_ids)).last_hidden_state  # [1, T, D]
-    attention.restore(model, prior)
+    attention.restore(model)
 
 Only the language model of a multimodal model is switched. Its image and audio towers keep their
 attention.
@@ -16,7 +16,7 @@ model's prior implementation, padding masks included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -106,8 +106,8 @@ def is_switched(model: PreTrainedModel) -> bool:
     return (_current(model) or "").startswith(_PREFIX)
 
 
-def switch(model: PreTrainedModel) -> str:
-    """Sets a transformers model to packed attention, and returns the implementation that it had.
+def switch(model: PreTrainedModel) -> None:
+    """Sets a transformers model to packed attention.
 
     The model then accepts `Layout.mask` as an attention mask, next to everything it accepted
     before. A model that was not switched raises an error when it is given one.
@@ -129,14 +129,24 @@ def switch(model: PreTrainedModel) -> str:
     if current != name:
         raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
     _hooks_of_mixers().switch(model)
-    return prior
 
 
-def restore(model: PreTrainedModel, prior: str) -> None:
-    """Sets a model back to the implementation that `switch` returned, unless it has another by now."""
-    if is_switched(model):
-        language_model(model).set_attn_implementation(prior)
-    _hooks_of_mixers().restore(model)
+def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
+    """Sets a model back to the implementation that it had before `switch`, unless it has another by now.
+
+    Modules look up their attention in the configuration of the model that they were made for. Where a model has layers
+    of another one, the configuration of that one is set back, too.
+
+    Args:
+        model: the model.
+        kept: modules of other switched models, which go on taking packed batches.
+    """
+    read = {id(x): x for x in (text_config(model), *map(_config_of, language_model(model).modules()))}
+    for number in read.keys() - {id(_config_of(module)) for module in kept}:
+        name = getattr(read[number], "_attn_implementation", None) or ""
+        if name.startswith(_PREFIX):
+            read[number]._attn_implementation = _prior_of(name)
+    _hooks_of_mixers().restore(model, kept)
 
 
 def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
@@ -159,6 +169,11 @@ def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
         "attention_mask": layout.mask,
         "use_cache": False,
     }
+
+
+def _config_of(module: nn.Module) -> Any:
+    """The configuration that a module looks up its attention in, or None."""
+    return vars(module).get("config")
 
 
 def _hooks_of_mixers() -> ModuleType:

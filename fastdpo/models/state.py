@@ -217,7 +217,7 @@ class FusedForward:
         choose: `deciding.choose`, excluded from compilation.
         examine: `deciding.model_reason`, excluded from compilation.
         inner: an earlier fused forward, if other code has wrapped it since.
-        prior_attention: the attention implementation to restore; None if the model is not switched.
+        is_switched: whether the model takes packed batches.
         forward: the function that is the model's forward now.
         probe_results: of the model as it was in each probe.
         ruled_out: why a probe has ruled the model out, by its code then, or by its kinds if it keeps state (see
@@ -251,7 +251,7 @@ class FusedForward:
     choose: Callable[..., RunnableBatch | None]
     examine: Callable[..., Reason | None]
     inner: FusedForward | None
-    prior_attention: str | None = None
+    is_switched: bool = False
     forward: Callable | None = None
     structure: Structure = field(default_factory=Structure)
     probe_results: dict[ProbeKey, ProbeResult] = field(default_factory=dict)
@@ -302,7 +302,8 @@ def state_of(model: nn.Module) -> FusedForward | None:
 
 def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
     """Makes a model take packed batches, once for each verdict: its mixers may call other functions by then."""
-    fused.prior_attention = attention.switch(model)
+    attention.switch(model)
+    fused.is_switched = True
     for mixer in finding.mixers_of(model):
         pickling.install(mixer)
 
@@ -327,12 +328,17 @@ def restore(model: PreTrainedModel, fused: FusedForward) -> None:
 
 
 def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Gives a model its own attention and its own head back. Padded calls run its own layers anyway."""
-    if fused.prior_attention is not None:
-        attention.restore(model, fused.prior_attention)
-        fused.prior_attention = None
-    head.restore(head.head_of(model))
+    """Gives a model its own attention and its own head back, except for what other models with a fused forward run as
+    well. Padded calls run its own layers anyway.
+    """
+    switched = [x for x in MODELS if x is not model and vars(x)[ATTRIBUTE].is_switched]
+    kept = {module for other in switched for module in other.modules()}
+    if fused.is_switched:
+        attention.restore(model, kept)
+        fused.is_switched = False
+    if head.head_of(model) not in kept:
+        head.restore(head.head_of(model))
+        sharding.restore_output_dtypes(model, head.head_of(model))
     for module in model.modules():
-        if ATTRIBUTE not in vars(module):
+        if ATTRIBUTE not in vars(module) and module not in kept:
             pickling.uninstall(module)
-    sharding.restore_output_dtypes(model, head.head_of(model))

@@ -41,12 +41,13 @@ def packed_models():
     switched = []
 
     def switch(model):
-        switched.append((model, attention.switch(model)))
+        attention.switch(model)
+        switched.append(model)
         return model
 
     yield switch
-    for model, prior in switched:
-        attention.restore(model, prior)
+    for model in switched:
+        attention.restore(model)
 
 
 @pytest.mark.parametrize("name", KNOWN)

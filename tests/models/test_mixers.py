@@ -176,13 +176,13 @@ def test_a_mixer_without_a_layout_is_detected(monkeypatch, name):
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_mixer_that_calls_other_functions_is_detected(monkeypatch, name):
     model = tiny_family(name)
-    prior = attention.switch(model)
+    attention.switch(model)
     mixer = finding.mixers_of(model)[0]
     with monkeypatch.context() as patch:
         for function, original in finding.functions_of(mixer).items():
             patch.setitem(finding.forward_of(type(mixer)).__globals__, function, original)
         assert "did not call causal_conv1d_fn" in str(probe.probe(model, CPU).unsupported_reason)
-    attention.restore(model, prior)
+    attention.restore(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "mamba"])
@@ -191,7 +191,7 @@ def test_kernels_run_on_whole_rows(monkeypatch, float64, name):
     other training.
     """
     model = switched(name, torch.float64)
-    attention.restore(model, "sdpa" if model.config._attn_implementation.endswith("sdpa") else "eager")
+    attention.restore(model)
     mixer, rows = finding.mixers_of(model)[0], []
 
     def kernel_of(torch_function):
@@ -205,12 +205,12 @@ def test_kernels_run_on_whole_rows(monkeypatch, float64, name):
 
     for function, original in finding.functions_of(mixer).items():
         monkeypatch.setitem(finding.forward_of(type(mixer)).__globals__, function, kernel_of(original))
-    prior = attention.switch(model)
+    attention.switch(model)
     ids, mask, layout = pairs()
     found = results(model, ids, mask, layout, packed=True)
     assert set(rows) == {len(layout.rows)}
     assert largest_error(found, results(model, ids, mask, layout, packed=False)) < EXACT
-    attention.restore(model, prior)
+    attention.restore(model)
 
 
 def test_kernels_for_a_whole_mixer_do_not_get_packed_tokens(monkeypatch):
@@ -219,13 +219,13 @@ def test_kernels_for_a_whole_mixer_do_not_get_packed_tokens(monkeypatch):
     namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
     taken = []
     monkeypatch.setitem(namespace, "mamba2_split_conv1d_scan_combined", lambda *args, **kwargs: taken.append(1))
-    prior = attention.switch(model)
+    attention.switch(model)
     ids, mask, layout = pairs()
     model.base_model(**attention.inputs_of(layout, ids))
     assert not taken
     model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     assert taken
-    attention.restore(model, prior)
+    attention.restore(model)
 
 
 def test_mixers_are_found_by_rule():
@@ -281,17 +281,17 @@ def test_switching_leaves_no_trace(name):
     gc.collect()  # models that other tests have switched
     first, second = tiny_family(name), tiny_family(name, seed=1)
     before = state_of(first)
-    priors = [attention.switch(model) for model in (first, second)]
-    attention.switch(first)
+    for model in (first, second, first):
+        attention.switch(model)
     assert state_of(first) != before
     assert len(finding.mixers_of(first)[0]._forward_pre_hooks) == 1
     clone = copy.deepcopy(first)
-    attention.restore(first, priors[0])
+    attention.restore(first)
     assert state_of(first)[2] == before[2]
     assert probe.probe(second, CPU).unsupported_reason is None
-    attention.restore(second, priors[1])
+    attention.restore(second)
     assert state_of(first) == before
-    attention.restore(clone, priors[0])
+    attention.restore(clone)
     assert state_of(clone)[2] == before[2]
 
 
@@ -309,12 +309,12 @@ def test_modeling_files_are_restored_when_a_model_is_gone():
 def test_functions_that_others_have_set_since_are_kept(monkeypatch):
     model = tiny_family("lfm2")
     namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
-    prior = attention.switch(model)
+    attention.switch(model)
     with monkeypatch.context() as patch:
         own = finding.functions_of(finding.mixers_of(model)[0])["causal_conv1d_fn"]
         patch.setitem(namespace, "causal_conv1d_fn", lambda *args, **kwargs: own(*args, **kwargs))
         theirs = namespace["causal_conv1d_fn"]
-        attention.restore(model, prior)
+        attention.restore(model)
         assert namespace["causal_conv1d_fn"] is theirs
     namespace["causal_conv1d_fn"] = own
 

@@ -5,7 +5,7 @@ Import this module only where a model is switched: Dynamo, which it needs, impor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +34,11 @@ def switch(model: PreTrainedModel) -> None:
             mixer.register_forward_hook(after, always_call=True)
 
 
-def restore(model: PreTrainedModel) -> None:
-    """Undoes `switch`. Works for copies of a switched model, too."""
+def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
+    """Undoes `switch`, but not for the modules that are kept. Works for copies of a switched model, too."""
     for module in model.modules():
-        _remove_hooks(module)
+        if module not in kept:
+            _remove_hooks(module)
     modeling_files.restore(model)
 
 

@@ -90,7 +90,7 @@ def probed(load: Callable[[Path], PreTrainedModel], directory: Path) -> dict[str
     for with_adapter in (True, False):
         model = load(directory)
         wrapped = trained_adapter(model) if with_adapter else model.requires_grad_(False)
-        prior = attention.switch(model)
+        attention.switch(model)
         for is_training in (True, False):
             wrapped.train(is_training)
             before = modules_of(wrapped)
@@ -98,7 +98,7 @@ def probed(load: Callable[[Path], PreTrainedModel], directory: Path) -> dict[str
             reasons += [(is_training, reason.name)] if reason else []
             after = modules_of(wrapped)
             changed += [name for name in before if before[name] != after[name]]
-        attention.restore(model, prior)
+        attention.restore(model)
     return {"changed": changed, "reasons": reasons}
 
 
