@@ -39,7 +39,7 @@ from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Trial
 from fastdpo.ops.devices import in_new_thread
-from fastdpo.ops.head import tiles
+from fastdpo.ops.head import tile_format
 
 LONG = (600, 300, 200)  # tokens of prompt, chosen and rejected: enough for attention to be tuned
 SHORT = tuple((20, 9, 5 + i) for i in range(20))  # every remainder by 16
@@ -124,7 +124,7 @@ def install(target: str) -> Recorder:
     verdicts.TRIED_DEVICES = ("cpu",)
     verdicts.outcome = routes.outcome = recorder.run_trial
     tuning.milliseconds = recorder.run_candidate
-    tiles.LEAST_TUNED = 0
+    tile_format.LEAST_TUNED = 0
     return recorder
 
 

@@ -11,7 +11,7 @@ from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
 from fastdpo.ops.head.linear_logps import linear_logps_bwd, linear_logps_fwd
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.ops.head.tiles import TileFormat
+from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.ops.head.token_logps import token_logps_bwd, token_logps_fwd
 
 N, V, D = 4096, 151_936, 64
@@ -71,7 +71,7 @@ def test_a_head_does_not_synchronize(mode, statistics, launches):
     tiles = TileFormat.of(empty(V, D), torch.bfloat16)
     keep = {"kept": N, "recomputed": tiles.rows_within(N, ops.MEMORY_BUDGET)}.get(mode, 0)
     inputs, options = head_arguments(), (*TRANSFORM, torch.bfloat16)
-    kept, jacobian, *results = linear_logps_fwd._init_fn(*inputs, *options, statistics, keep, mode == "frozen")
+    kept, jacobian, *results = linear_logps_fwd._init_fn(statistics, keep, mode == "frozen", *inputs, *options)
     steps = -(-N // tiles.rows)
     assert len(launches["forward"]) == len(launches["targets"]) == steps > 1
     assert sum(rows for (rows,) in launches["forward"]) == N

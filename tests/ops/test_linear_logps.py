@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fastdpo.ops import definitions, linear_logps
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.ops.head.tiles import TileFormat
+from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import (
     LEAVES,
@@ -525,7 +525,7 @@ def test_opcheck(keep, form_jacobian, statistics, dtype):
     transform = (5.0, 1.7, 0.7)
     forward, backward = torch.ops.fastdpo.linear_logps_fwd, torch.ops.fastdpo.linear_logps_bwd
     call = (*tensors, *transform, dtype)
-    arguments = (*call, statistics, keep, form_jacobian)
+    arguments = (statistics, keep, form_jacobian, *call)
     torch.library.opcheck(forward, arguments, test_utils=CHECKS)
     kept, jacobian, *results = forward(*arguments)
     of_entropy = torch.randn(8) if statistics else None

@@ -1,4 +1,5 @@
 """Log-probabilities and statistics of target tokens, from hidden states and the LM head or from logits.
 
-`linear_logps` is the op, `passes` its two passes over tiles of tokens, `tiles` the work on one tile.
+`linear_logps` is the op, `passes` its two passes over tiles of tokens, `tile_format` what tiles
+are, and `tiles` the work on one of them.
 """

@@ -19,7 +19,8 @@ from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .tiles import HEAD, OP, HeadCall, TileFormat
+from .tile_format import OP, TileFormat
+from .tiles import HEAD, HeadCall
 
 MEMORY_BUDGET = 512 << 20
 """The least default, and the default on devices other than GPUs."""
@@ -30,16 +31,16 @@ GPU_SHARE = 16
 @torch.library.custom_op(
     "fastdpo::linear_logps_fwd",
     mutates_args=(),
-    schema=f"({HEAD}, str statistics, SymInt keep, bool form_jacobian) -> Tensor[]",
+    schema=f"(str statistics, SymInt keep, bool form_jacobian, {HEAD}) -> Tensor[]",
 )
-def linear_logps_fwd(*args: Any) -> list[Tensor]:
+def linear_logps_fwd(statistics: str, keep: int, form_jacobian: bool, *head: Any) -> list[Tensor]:
     """The forward (see `forward_pass`)."""
-    return forward_pass(HeadCall(*args[:8]), *args[8:])
+    return forward_pass(HeadCall(*head), statistics, keep, form_jacobian)
 
 
 @linear_logps_fwd.register_fake
-def _(*args):
-    return empty_outputs(HeadCall(*args[:8]), *args[8:])
+def _(statistics, keep, form_jacobian, *head):
+    return empty_outputs(HeadCall(*head), statistics, keep, form_jacobian)
 
 
 @torch.library.custom_op(
@@ -48,30 +49,35 @@ def _(*args):
     schema="(Tensor? grad_logps, Tensor? grad_entropy, Tensor kept, Tensor jacobian, Tensor[] sums, bool[] needs, "
     f"Tensor(a6!)? main_grad, {HEAD}) -> (Tensor, Tensor, Tensor)",
 )
-def linear_logps_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias, without elements where not needed.
-
-    The gradient of the weight is added to `main_grad` if it is given.
-    """
-    grad_logps, grad_entropy, kept, jacobian, sums, *rest = args[:7]
+def linear_logps_bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    main_grad: Tensor | None,
+    *head: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward (see `backward_pass`)."""
     inputs = GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy)
-    return backward_pass(HeadCall(*args[7:]), inputs, kept, jacobian, *rest)
+    return backward_pass(HeadCall(*head), inputs, kept, jacobian, needs, main_grad)
 
 
 @linear_logps_bwd.register_fake
-def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
+def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *head):
     return empty_gradients(hidden, weight, bias, needs)
 
 
 class _LinearLogps(torch.autograd.Function):
-    """`options` are the arguments of `linear_logps_fwd` after the targets."""
+    """`scalars` are the fields of a `HeadCall` after the targets."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, main_grad, *options):
+    def forward(ctx, hidden, weight, bias, targets, main_grad, statistics, keep, form_jacobian, *scalars):
         ctx.set_materialize_grads(False)
         forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
-        kept, jacobian, logps, shift, others, total, *extra = forward(hidden, weight, bias, targets, *options)
-        *scalars, statistics, _, _ = options
+        head = (hidden, weight, bias, targets, *scalars)
+        kept, jacobian, logps, shift, others, total, *extra = forward(statistics, keep, form_jacobian, *head)
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, shift, others, total)
         ctx.scalars, ctx.main_grad = scalars, main_grad
@@ -82,22 +88,22 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept, options = take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
+        kept, others = take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
-            return (None, None, None, *options)
+            return (None, None, None, *others)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() and not is_traced() and ctx.main_grad is None:
             define = functools.partial(_defined, targets, ctx.scalars, ctx.has_entropy)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
-            return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *options
+            return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *others
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
         is_op = is_traced() or torch.is_grad_enabled()
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
         grads = backward(*given, hidden, weight, bias, targets, *ctx.scalars)
-        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
+        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *others
 
 
 def _defined(
@@ -192,30 +198,25 @@ def linear_logps(
         ValueError: a shape, device or value breaks a rule above; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    check_head(OP, hidden, weight, targets, bias, softcap, logit_scale, temperature, memory_budget)
-    checks.require_tensors_or_none(OP, main_grad=main_grad)
-    statistics = requested_statistics(OP, outputs)
-    compute_dtype = compute_dtype_of(hidden)
-    checks.require_same_device(OP, weight=weight, main_grad=main_grad)
-    if main_grad is not None:
-        wide = accumulation_dtype(compute_dtype)
-        fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
-        checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
-        checks.require_distinct_memory(OP, "main_grad", main_grad, "the backward adds to them")
+    _check_head(hidden, weight, targets, bias, memory_budget)
+    checks.require_transform(OP, softcap, logit_scale, temperature)
+    statistics, compute_dtype = requested_statistics(OP, outputs), _compute_dtype(hidden)
+    _check_main_grad(main_grad, weight, compute_dtype)
 
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
-    budget = default_budget(weight) if memory_budget is None else memory_budget
-    tiles = TileFormat.of(weight, compute_dtype)
-    keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
+    budget = _default_budget(weight) if memory_budget is None else memory_budget
+    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
+
     scalars = (softcap, logit_scale, temperature, compute_dtype)
-    options = (*scalars, statistics, keep, form_jacobian)
-    logps, *extra = _LinearLogps.apply(hidden, weight, bias, targets, main_grad, *options)
+    logps, *extra = _LinearLogps.apply(
+        hidden, weight, bias, targets, main_grad, statistics, keep, form_jacobian, *scalars
+    )
     return named_results(logps, extra, statistics, targets.shape)
 
 
-def default_budget(weight: Tensor) -> int:
+def _default_budget(weight: Tensor) -> int:
     """The default for a head with this weight [V, D]."""
     return budget_for(weight.numel() if weight.requires_grad else 0, memory_of(weight.device))
 
@@ -237,39 +238,40 @@ def budget_for(trained: int, device_memory: int | None) -> int:
     return max(MEMORY_BUDGET, device_memory // GPU_SHARE, 2 * gradient)
 
 
-def compute_dtype_of(hidden: Tensor) -> torch.dtype:
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype in which a head multiplies: that of `hidden`, or autocast's."""
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else hidden.dtype
 
 
-def check_head(
-    op: str,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    memory_budget: int | None,
+def _check_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, memory_budget: int | None
 ) -> None:
-    """The checks of a head's arguments, which `linear_logps` documents."""
-    checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets)
-    checks.require_tensors_or_none(op, bias=bias)
-    checks.require_values(op, hidden=hidden)
-    checks.require_transform(op, softcap, logit_scale, temperature)
-    checks.require_floating(op, hidden=hidden, weight=weight, bias=bias)
+    checks.require_tensors(OP, hidden=hidden, weight=weight, targets=targets)
+    checks.require_tensors_or_none(OP, bias=bias)
+    checks.require_values(OP, hidden=hidden)
+    checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
     is_matrix = hidden.dim() == 2 and hidden.shape[1] > 0
-    checks.require(is_matrix, op, "hidden", "be [N, D], D > 0", list(hidden.shape))
-    checks.require_no_dtensor(op, weight=weight, bias=bias)
+    checks.require(is_matrix, OP, "hidden", "be [N, D], D > 0", list(hidden.shape))
+    checks.require_no_dtensor(OP, weight=weight, bias=bias)
     d = hidden.shape[1]
     matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
     expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
-    checks.require(matches, op, "weight", expected, list(weight.shape), d)
+    checks.require(matches, OP, "weight", expected, list(weight.shape), d)
     if bias is not None:
-        checks.require(tuple(bias.shape) == (len(weight),), op, "bias", "be [{}]", list(bias.shape), len(weight))
-    checks.require_targets(op, targets, hidden.shape[:1])
-    checks.require_same_device(op, hidden=hidden, weight=weight, bias=bias, targets=targets)
-    checks.require_bytes(op, memory_budget=memory_budget)
+        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
+    checks.require_targets(OP, targets, hidden.shape[:1])
+    checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    checks.require_bytes(OP, memory_budget=memory_budget)
+
+
+def _check_main_grad(main_grad: Tensor | None, weight: Tensor, compute_dtype: torch.dtype) -> None:
+    if main_grad is None:
+        return
+    checks.require_tensors(OP, main_grad=main_grad)
+    checks.require_same_device(OP, weight=weight, main_grad=main_grad)
+    wide = accumulation_dtype(compute_dtype)
+    fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
+    checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
+    checks.require_distinct_memory(OP, "main_grad", main_grad, "the backward adds to them")

@@ -23,7 +23,8 @@ from .logit_rows import (
     wide_product,
 )
 from .results import empty_results
-from .tiles import Head, HeadCall, TileFormat
+from .tile_format import TileFormat
+from .tiles import Head, HeadCall
 
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
