@@ -38,7 +38,7 @@ OTHERS = (
     "labels outside the mask in a budget of rows",
     "a loss of one's own with a budget of tokens",
     "functions that an option relies on",
-    "batches that wait for the end of a step",
+    *("batches that wait for the end of a step", "optimizers that step in the backward pass"),
     "tokens without sharing",
     "adapters that are disabled are those that PEFT disables",
     *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),

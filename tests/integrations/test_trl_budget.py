@@ -447,6 +447,27 @@ def test_refused(tmp_path, case):
         trained(tmp_path, trainer, **options)
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
+    """Before it has stepped. It would step once for each micro-batch. Hooks that mask gradients are not refused."""
+    model = tiny_model()
+    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient)
+    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
+    train(tmp_path, model, tiny_model(seed=1), max_steps=1)
+    before = [x.clone() for x in model.parameters()]
+
+    def step(x):
+        x.data.add_(x.grad, alpha=-0.01)
+        x.grad = None
+
+    for x in model.parameters():
+        x.register_post_accumulate_grad_hook(step)
+    with pytest.raises(
+        NotImplementedError, match=r"does not support optimizers that step in the backward pass, as .*step may do"
+    ):
+        train(tmp_path, model, tiny_model(seed=1), max_steps=1)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("trainer", [SFT, KTO, DPO])
 def test_a_router_loss_is_refused(tmp_path, trainer):
     fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])

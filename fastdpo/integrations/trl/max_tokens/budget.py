@@ -31,7 +31,7 @@ from ...scored_rows import merged
 from ..gathering import of_all_ranks
 from .learned_tokens import LearnedTokens, learning
 from .planning import UnitPlanner
-from .refusals import require_supported, unsupported_reason
+from .refusals import require_supported, stepping_reason, unsupported_reason
 
 Batch = dict[str, Any]
 
@@ -252,6 +252,7 @@ class StepBudget:
             self._scored[-1].update((name, x.detach()) for name, x in scores.items())
 
     def _train_on_batches(self, trainer: Any, ends_step: bool) -> None:
+        require_supported(stepping_reason(self._model))
         batches, self._batches = self._batches, []
         self._position *= not ends_step
         joined = self._line.joined(trainer, batches)

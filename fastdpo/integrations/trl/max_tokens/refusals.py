@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from ....models.attachments import is_hook_of_engine
+from ....models.functions import module_of, name_of
+from ....models.harmless import is_of
 from ....models.support import rope_reason
 from ...bypass import bypass_reason, is_overridden
 
@@ -36,6 +42,18 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss of routers, which is not a mean over rows"
     return None
+
+
+def stepping_reason(model: nn.Module) -> str | None:
+    """The hook in which an optimizer may step when a gradient is complete, if there is one. Engines have some that do
+    not.
+    """
+    hooks: list[Callable] = []
+    for x in model.parameters():
+        hooks += (x._post_accumulate_grad_hooks or {}).values()
+        hooks += (hook for hook in (x._backward_hooks or {}).values() if is_of(module_of(hook), ("lomo_optim",)))
+    found = next((name_of(hook) for hook in hooks if not is_hook_of_engine(hook)), None)
+    return found and f"optimizers that step in the backward pass, as {found} may do: it would run for each micro-batch"
 
 
 def width_reason(model: PreTrainedModel, width: int) -> str | None:
