@@ -51,7 +51,7 @@ OTHERS = (
     *("entries of the configuration", "scales of lengths", "gradients after a reference"),
     *("policy and reference of equal code", "models that change at each step"),
     *("layers that were compiled before", "what quantized modules keep", "quantized weights that a probe would repack"),
-    "merged calls of a model that falls back",
+    *("merged calls of a model that falls back", "rows that a dataset makes when they are read"),
     *("layouts of batches that were written to unseen", "unseen writes on a device", "pickled models"),
     *("layouts of the batch that a step is given", "arguments of a call that another trainer has made"),
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),

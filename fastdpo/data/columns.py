@@ -60,6 +60,11 @@ def arrow_columns(dataset: Any, columns: Sequence[str] = COLUMNS) -> Any:
     return dataset.select_columns(list(columns)) if hasattr(dataset, "select_columns") else None
 
 
+def has_transform(dataset: Any) -> bool:
+    """Whether the rows of a dataset are made when they are read (`with_transform`): its columns may hold others."""
+    return hasattr(dataset, "with_transform") and dataset.format["type"] == "custom"
+
+
 def require_dataset(op: str, dataset: object) -> None:
     if not _is_sequence(dataset):
         kind = type(dataset).__name__

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.columns import (
     COLUMNS,
     arrow_columns,
+    has_transform,
     ids_of,
     mapping_of,
     read_columns,
@@ -47,6 +48,7 @@ class Pairs:
     ):
         require_truncation("precompute", max_length, truncation_mode)
         require_dataset("precompute", dataset)
+        _require_stored(dataset)
         _require_text(dataset)
         self.max_length = None if max_length is None else int(max_length)
         self.truncation_mode = truncation_mode
@@ -110,6 +112,15 @@ class Pairs:
             row = first + int(np.searchsorted(sizes.cumsum(), place, side="right"))
             rule = "not be negative" if self._vocabulary is None else f"lie from 0 to {self._vocabulary - 1}"
             raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
+
+
+def _require_stored(dataset: Any) -> None:
+    """Raises ValueError for a dataset whose rows may be other ones each time."""
+    if has_transform(dataset):
+        raise ValueError(
+            "precompute: dataset must store its rows; got one with a transform (with_transform), which makes them when "
+            "they are read. Make them once by dataset.map"
+        )
 
 
 def _require_text(dataset: Any) -> None:

@@ -251,6 +251,9 @@ INVALID_ARGUMENTS = {
     "prompt_ids must hold a list of token ids": dict(
         dataset=Dataset.from_list([{"prompt_ids": "w1", "chosen_ids": [2], "rejected_ids": [3]}])
     ),
+    "dataset must store its rows; got one with a transform": dict(
+        dataset=Dataset.from_list(tokens(2)).with_transform(lambda rows: rows)
+    ),
     "dataset must not have images, .*; got the column 'images'": dict(
         dataset=[tokens(2)[0], tokens(2)[1] | dict(images=[])]
     ),

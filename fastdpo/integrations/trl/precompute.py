@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ...data.columns import has_transform
 from ...logs import report, warn
 from ...models import forward, parts
 from ...models.facts import rope_limit
@@ -46,7 +47,8 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
     patched = forward.is_installed(reference_of(trainer), DPO)
     if not patched or not isinstance(dataset, Dataset):  # TRL refuses streaming datasets
         return False
-    reason = _unsupported_reason(trainer) or _width_reason(trainer, dataset)
+    reason = Reason("transformed-rows") if has_transform(dataset) else _unsupported_reason(trainer)
+    reason = reason or _width_reason(trainer, dataset)
     if reason is not None:
         report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None

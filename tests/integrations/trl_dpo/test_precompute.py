@@ -265,7 +265,16 @@ class WithReference(DPOTrainer):
         return chosen + 1, rejected
 
 
+class WithTransform(DPOTrainer):
+    """Its columns hold other answers than its rows."""
+
+    def _prepare_dataset(self, *args, **kwargs):
+        rows = super()._prepare_dataset(*args, **kwargs)
+        return rows.with_transform(lambda x: {**x, "chosen_ids": [ids[:2] for ids in x["chosen_ids"]]})
+
+
 SUBCLASSES = {
+    WithTransform: "the dataset has a transform",
     WithCollator: "OwnCollator may return other tokens",
     WithReference: "WithReference overrides compute_ref_log_probs",
 }
