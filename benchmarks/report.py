@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims, micro, plots, predictions, tables
+from benchmarks import claims, micro, plots, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -97,11 +97,6 @@ def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
     return "\n\n".join([HEADER, tables.overview(by_suite), f"{SIDES}\n\n{of_trainers}", *sections]) + "\n"
 
 
-def gpu_notes(text: str, by_suite: dict[str, Result]) -> str:
-    """The text of docs/notes/gpu.md, given that of now."""
-    return fill(fill(text, gpu_block(by_suite)), predictions.table(GPU_RESULTS), "predictions")
-
-
 def gpu_block(by_suite: dict[str, Result]) -> str:
     """The generated text of docs/notes/gpu.md."""
     return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
@@ -157,7 +152,7 @@ def main() -> None:
     PERFORMANCE.write_text(performance(PERFORMANCE.read_text(), of_sentences))
     on_gpu = results(GPU_RESULTS)
     GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), tables.gpu_table(on_gpu["step"])))
-    GPU_NOTES.write_text(gpu_notes(GPU_NOTES.read_text(), on_gpu))
+    GPU_NOTES.write_text(fill(GPU_NOTES.read_text(), gpu_block(on_gpu)))
     PAGE.write_text(page(by_suite))
     for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")

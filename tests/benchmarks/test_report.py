@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import claims, plots, predictions, report, tables
+from benchmarks import claims, plots, report, tables
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -69,35 +69,8 @@ def test_pages_are_up_to_date(numbers):
     assert report.results_page(speedups, results, numbers) == speedups, stale
     assert report.performance(performance, numbers) == performance, stale
     assert report.fill(gpu_page, tables.gpu_table(on_gpu["step"])) == gpu_page, stale
-    assert report.gpu_notes(gpu_notes, on_gpu) == gpu_notes, stale
+    assert report.fill(gpu_notes, report.gpu_block(on_gpu)) == gpu_notes, stale
     assert report.page(results) == report.PAGE.read_text(), stale
-
-
-def test_predictions_are_compared_with_what_was_measured(tmp_path):
-    """Of each file, as the command that writes it does."""
-    assert len(predictions.PREDICTIONS) == 9
-    of_attention = {"sides": {"fastdpo, triton": {"facts": {"kernels": {predictions.DKV: 0.25}}}}}
-    cases = [of_attention | {"name": name} for name in ("header, 8 pairs", "header, 64 pairs")]
-    step = {"calls": {"compiling": 12}, "parts": {"compiling": 7.0}, "compiled_later": 3}
-    of_profile = dict.fromkeys(("TRL as shipped", "fastdpo", "fastdpo, prompts not shared"), None)
-    files = {
-        "attention": {"cases": cases},
-        "head": {"summary": {"cases": {predictions.HEAD_CASE: {"peak_bytes": {"fastdpo": 5 << 30}}}}},
-        "first_step": {"cases": {f"{name}, cold": step for name in ("fastdpo", predictions.UNTUNED)}},
-        "profile": {
-            "cases": {
-                f"0.5B, full/{name}, {side}": {"kernels": 100 + 7 * i, "seconds": 1.0 + i}
-                for name in ("HH", "UltraFeedback")
-                for i, side in enumerate(of_profile)
-            }
-        },
-    }
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    table = predictions.table(tmp_path)
-    assert predictions.NOT_MEASURED not in table
-    for measured in ("5,120 MiB", "0.25 ms", "12", "7.0 s", "3", "-7", "0.50x"):
-        assert f" {measured} |" in table
 
 
 def test_the_history_has_the_commits_of_all_results():
@@ -338,7 +311,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     (tmp_path / "docs" / "notes").mkdir(parents=True)
     speedups.write_text(markers)
     (tmp_path / "docs" / "gpu.md").write_text(markers)
-    (tmp_path / "docs" / "notes" / "gpu.md").write_text(markers + markers.replace("benchmarks", "predictions"))
+    (tmp_path / "docs" / "notes" / "gpu.md").write_text(markers)
     (tmp_path / "docs" / "notes" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
@@ -363,7 +336,6 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     notes = (tmp_path / "docs" / "notes" / "gpu.md").read_text()
     assert "### Steps" in notes
     assert "2.00 s, 4.00x, 8 MiB" in notes
-    assert notes.count(predictions.NOT_MEASURED) == len(predictions.PREDICTIONS)
     assert "| a case" in (tmp_path / "docs" / "gpu.md").read_text()
     assert (tmp_path / "docs" / "plots" / "head.svg").exists()
     (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
