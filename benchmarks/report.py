@@ -1,10 +1,10 @@
-"""Updates README.md, docs/results.md, docs/gpu.md, three pages of docs/notes (benchmarks.md, gpu.md and
-performance.md), and docs/plots from the committed results.
+"""Updates docs/results.md, docs/gpu.md, two pages of docs/notes (benchmarks.md and gpu.md), and docs/plots from the
+committed results.
 
     python -m benchmarks.report
 
-docs/notes/benchmarks.md is generated as a whole. The other pages contain generated text between markers such as
-`<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, and sentences with numbers (`benchmarks.claims`).
+docs/notes/benchmarks.md is generated as a whole. The other pages contain generated text between the markers
+`<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims, micro, plots, tables
+from benchmarks import micro, plots, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS_PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_RESULTS = RESULTS / "gpu"
@@ -25,8 +24,7 @@ PAGE = ROOT / "docs" / "notes" / "benchmarks.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
 GPU_NOTES = ROOT / "docs" / "notes" / "gpu.md"
 PLOTS = ROOT / "docs" / "plots"
-PERFORMANCE = ROOT / "docs" / "notes" / "performance.md"
-BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 HEADER = """# Benchmarks
 
 Written by `python -m benchmarks.report` from [benchmarks/results](../../benchmarks/results), which
@@ -102,64 +100,34 @@ def gpu_block(by_suite: dict[str, Result]) -> str:
     return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
 
 
-def fill(text: str, content: str, name: str = "benchmarks") -> str:
+def fill(text: str, content: str) -> str:
     """Replaces what stands between the markers of a page.
 
     Raises:
         ValueError: the page has no markers.
     """
-    first, last = BEGIN.format(name), END.format(name)
-    before, begin, rest = text.partition(first)
-    _, end, after = rest.partition(last)
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"report: a page must contain {first} and {last}; they are missing")
-    return f"{before}{first}\n{content}\n{last}{after}"
-
-
-def numbers(by_suite: dict[str, Result], directory: Path = RESULTS) -> claims.Numbers:
-    """What the sentences of the pages are computed from."""
-    others = {name: json.loads((directory / f"{name}.json").read_text()) for name in ("profile", "demo")}
-    return claims.Numbers(by_suite, others | {"ops": micro.read(directory / MICRO_FILE)}, results(GPU_RESULTS))
-
-
-def readme(text: str, of_sentences: claims.Numbers) -> str:
-    """The text of README.md, given that of now."""
-    return claims.write(claims.README, text, of_sentences)
-
-
-def results_page(text: str, by_suite: dict[str, Result], of_sentences: claims.Numbers) -> str:
-    """The text of docs/results.md, given that of now."""
-    return claims.write(claims.RESULTS, fill(text, tables.speedups_table(by_suite)), of_sentences)
-
-
-def performance(text: str, of_sentences: claims.Numbers) -> str:
-    """The text of docs/notes/performance.md, given that of now."""
-    blocks = {
-        "runs": tables.runs_list(of_sentences.results, of_sentences.others),
-        "profile": tables.profile_table(of_sentences.others["profile"]),
-        "demo": tables.demo_table(of_sentences.others["demo"]),
-    }
-    for name, content in blocks.items():
-        text = fill(text, content, name)
-    return claims.write(claims.PERFORMANCE, text, of_sentences)
+        raise ValueError(f"report: a page must contain {BEGIN} and {END}; they are missing")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def main() -> None:
-    by_suite = results()
-    of_sentences = numbers(by_suite)
-    README.write_text(readme(README.read_text(), of_sentences))
-    RESULTS_PAGE.write_text(results_page(RESULTS_PAGE.read_text(), by_suite, of_sentences))
-    PERFORMANCE.write_text(performance(PERFORMANCE.read_text(), of_sentences))
-    on_gpu = results(GPU_RESULTS)
-    GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), tables.gpu_table(on_gpu["step"])))
-    GPU_NOTES.write_text(fill(GPU_NOTES.read_text(), gpu_block(on_gpu)))
+    by_suite, on_gpu = results(), results(GPU_RESULTS)
+    blocks = {
+        RESULTS_PAGE: tables.speedups_table(by_suite),
+        GPU_PAGE: tables.gpu_table(on_gpu["step"]),
+        GPU_NOTES: gpu_block(on_gpu),
+    }
+    for path, content in blocks.items():
+        path.write_text(fill(path.read_text(), content))
     PAGE.write_text(page(by_suite))
     for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")
     for theme in plots.THEMES:
         plots.plot_first_picture(by_suite["step"], PLOTS / f"first-{theme}.svg", theme)
-    written = (README, RESULTS_PAGE, PAGE, PERFORMANCE, GPU_PAGE, GPU_NOTES, PLOTS)
-    pages = ", ".join(str(path.relative_to(ROOT)) for path in written)
+    pages = ", ".join(str(path.relative_to(ROOT)) for path in (*blocks, PAGE, PLOTS))
     print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
 
 

@@ -1,4 +1,4 @@
-"""The generated parts of README.md, docs/results.md, docs/gpu.md, two pages of docs/notes, and the plots."""
+"""The generated parts of docs/results.md, docs/gpu.md and two pages of docs/notes, and the plots."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import claims, plots, report, tables
+from benchmarks import plots, report, tables
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -55,22 +55,22 @@ def result() -> dict:
 
 
 @pytest.fixture(scope="module")
-def numbers() -> claims.Numbers:
-    return report.numbers(report.results())
+def committed() -> dict[str, dict]:
+    """The results by suite."""
+    return report.results()
 
 
-def test_pages_are_up_to_date(numbers):
-    results, stale = numbers.results, "run `python -m benchmarks.report`"
-    readme, performance = (page.read_text() for page in (report.README, report.PERFORMANCE))
-    gpu_page, gpu_notes = report.GPU_PAGE.read_text(), report.GPU_NOTES.read_text()
+def test_pages_are_up_to_date(committed):
     on_gpu = report.results(report.GPU_RESULTS)
-    assert report.readme(readme, numbers) == readme, stale
-    speedups = report.RESULTS_PAGE.read_text()
-    assert report.results_page(speedups, results, numbers) == speedups, stale
-    assert report.performance(performance, numbers) == performance, stale
-    assert report.fill(gpu_page, tables.gpu_table(on_gpu["step"])) == gpu_page, stale
-    assert report.fill(gpu_notes, report.gpu_block(on_gpu)) == gpu_notes, stale
-    assert report.page(results) == report.PAGE.read_text(), stale
+    blocks = {
+        report.RESULTS_PAGE: tables.speedups_table(committed),
+        report.GPU_PAGE: tables.gpu_table(on_gpu["step"]),
+        report.GPU_NOTES: report.gpu_block(on_gpu),
+    }
+    stale = "run `python -m benchmarks.report`"
+    for path, content in blocks.items():
+        assert report.fill(path.read_text(), content) == path.read_text(), stale
+    assert report.page(committed) == report.PAGE.read_text(), stale
 
 
 def test_the_history_has_the_commits_of_all_results():
@@ -83,58 +83,18 @@ def test_the_history_has_the_commits_of_all_results():
     assert {name: commits - kept for name, commits in named.items() if commits - kept} == {}
 
 
-@pytest.mark.parametrize("page", claims.CONSTANTS)
-def test_every_number_of_a_page_has_a_source(page, numbers):
-    assert claims.unsourced(page, (report.ROOT / page).read_text(), numbers) == []
-
-
-def test_a_number_without_a_source_is_found(numbers):
-    text = report.README.read_text()
-    for sentence in ("It is 7 times as fast.", "It takes\n13.5 s.", "| a row | 3x |", "25 %"):
-        (found,) = claims.unsourced(claims.README, f"{text}\n{sentence}", numbers)
-        assert sentence.split()[-1] in found
-
-
-def test_a_changed_number_is_found(numbers):
-    """The last digit of each number of each sentence, one at a time: writing the page puts it right again."""
-    for claim in claims.CLAIMS:
-        text = (report.ROOT / claim.page).read_text()
-        for start, end in claims.locate(claim, text, numbers).fields:
-            digits = [i for i in range(start, end) if text[i].isdigit()]
-            if digits:
-                changed = _with_another_digit(text, digits[-1])
-                assert changed != text
-                assert claims.write(claim.page, changed, numbers).split() == text.split(), claim.text
-
-
-def _with_another_digit(text: str, at: int) -> str:
-    return f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
-
-
-def test_a_changed_result_is_found(numbers):
-    """A page follows the samples of a run: five times the time of fastdpo changes its sentences and tables."""
-    performance, readme = report.PERFORMANCE.read_text(), report.README.read_text()
-    speedups = report.RESULTS_PAGE.read_text()
+def test_a_changed_result_is_found(committed):
+    """Pages follow the samples of a run: five times the time of fastdpo changes their tables."""
     for name in ("step", "head", "attention", "evaluation"):
-        result = copy.deepcopy(numbers.results[name])
+        result = copy.deepcopy(committed[name])
         for case in result["cases"]:
             for sample in case["sides"]["fastdpo"]["samples"]:
                 sample["seconds"] *= 5
         result["summary"] |= summarize(SUITES[name], result["cases"])
-        changed = claims.Numbers(numbers.results | {name: result}, numbers.others, numbers.on_gpu)
-        assert report.performance(performance, changed) != performance, name
-        assert report.page(changed.results) != report.PAGE.read_text(), name
+        changed = committed | {name: result}
+        assert report.page(changed) != report.PAGE.read_text(), name
         if name == "step":
-            assert report.readme(readme, changed) != readme
-            assert report.results_page(speedups, changed.results, changed) != speedups
-
-
-def test_a_missing_sentence_is_an_error(numbers):
-    text = report.README.read_text()
-    with pytest.raises(ValueError, match=r"must contain once: 'measured on {:d} CPU cores"):
-        claims.write(claims.README, text.replace("CPU cores and", "cores and"), numbers)
-    with pytest.raises(ValueError, match=r"must contain the constant 'Python 3\.11 or later'"):
-        claims.unsourced(claims.README, text.replace("Python 3.11", "Python"), numbers)
+            assert tables.speedups_table(changed) != tables.speedups_table(committed)
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if (report.RESULTS / f"{name}.json").exists()])
@@ -170,20 +130,19 @@ def test_every_result_has_a_plot():
 
 
 @pytest.mark.parametrize("theme", plots.THEMES)
-def test_the_first_picture_shows_the_committed_ratios(theme, numbers, tmp_path):
+def test_the_first_picture_shows_the_committed_ratios(theme, committed, tmp_path):
     """Of time and of memory, between the sides that score the same positions."""
-    committed = (report.PLOTS / f"first-{theme}.svg").read_text()
-    step = numbers.results["step"]
+    picture, step = (report.PLOTS / f"first-{theme}.svg").read_text(), committed["step"]
     summaries = [summary for name, summary in step["summary"]["cases"].items() if name.startswith("full/")]
     sides = ("TRL, labelled positions only", "fastdpo")
     seconds = [[summary["seconds"][side]["value"] for side in sides] for summary in summaries]
     peaks = [[summary["peak_bytes"][side] for side in sides] for summary in summaries]
     ratios = [f"{theirs / ours:.1f}x" for theirs, ours in (*seconds, *peaks)]
     assert len(ratios) == 12
-    assert re.findall(r">([\d.]+x)<", committed) == ratios
+    assert re.findall(r">([\d.]+x)<", picture) == ratios
     plots.plot_first_picture(step, tmp_path / "first.svg", theme)
     drawn = (tmp_path / "first.svg").read_text()
-    assert re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", drawn) == re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", committed)
+    assert re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", drawn) == re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", picture)
 
 
 def test_the_page_shows_measurements_and_reasons_for_missing_ones(result, tmp_path):
@@ -301,32 +260,25 @@ def test_text_is_filled_in_between_its_markers(result):
 
 
 def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
-    readme, directory = tmp_path / "README.md", tmp_path / "results"
+    directory = tmp_path / "results"
     speedups = tmp_path / "docs" / "results.md"
     directory.mkdir()
     (directory / "head.json").write_text(json.dumps(result))
     (directory / "step.json").write_text(json.dumps(step_result))
     markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
-    readme.write_text("")
     (tmp_path / "docs" / "notes").mkdir(parents=True)
     speedups.write_text(markers)
     (tmp_path / "docs" / "gpu.md").write_text(markers)
     (tmp_path / "docs" / "notes" / "gpu.md").write_text(markers)
-    (tmp_path / "docs" / "notes" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
     (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "README", readme)
     monkeypatch.setattr(report, "RESULTS_PAGE", speedups)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "notes" / "benchmarks.md")
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
     monkeypatch.setattr(report, "GPU_NOTES", tmp_path / "docs" / "notes" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
-    monkeypatch.setattr(report, "PERFORMANCE", tmp_path / "docs" / "notes" / "performance.md")
-    monkeypatch.setattr(report, "performance", lambda text, numbers: text)
-    monkeypatch.setattr(report, "numbers", lambda results: None)
-    monkeypatch.setattr(claims, "CLAIMS", ())
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
