@@ -1,13 +1,11 @@
 """Shared prompts under dropout: each row has the distribution that it has in the padded batch."""
 
-import json
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import dropout
-from benchmarks.dropout import (
+from fastdpo.packing import IGNORE_INDEX
+from tests.support.models.dropout_draws import (
     Pairs,
     distribution_p_value,
     draw,
@@ -17,7 +15,6 @@ from benchmarks.dropout import (
     mean_p_value,
     stock_score,
 )
-from fastdpo.packing import IGNORE_INDEX
 from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import LORA, recorded_layouts, tiny_model
 
@@ -152,8 +149,3 @@ def test_checkpointing_draws_the_same_masks_again(reentrant):
 
     for a, b in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(a, b)
-
-
-def test_the_page_is_up_to_date():
-    page = dropout.PAGE.read_text()
-    assert page == dropout.with_tables(page, json.loads(dropout.RESULT.read_text()))
