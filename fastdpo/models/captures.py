@@ -37,8 +37,8 @@ def memory_of(device: torch.device, has_backward: bool) -> Memory:
 
 def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Records what a function launches, without running it, and returns a function that replays it."""
-    with torch.cuda.device(memory.device):
-        return _record(run, memory)
+    with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.current_stream(memory.device)):
+        return _record(run, memory)  # where a capture cannot be ended, its stream stays the current one
 
 
 def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
@@ -46,30 +46,20 @@ def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
         memory.pool = torch.cuda.graph_pool_handle()
     device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device]
-    random_state = generator.clone_state()
-    began, collects = False, gc.isenabled()
+    random_state, collects = generator.clone_state(), gc.isenabled()
     gc.disable()  # what it frees may be a graph, or an event
     try:
         with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
-            began = True
             run()
     except Exception:
-        if began:
-            generator.graphsafe_set_state(random_state)
-            _end_allocation(graph, device, memory.pool)
+        generator.graphsafe_set_state(random_state)
+        with suppress(RuntimeError):  # raised if the capture was ended, which gives the memory back
+            torch._C._cuda_endAllocateToPool(device, memory.pool)
+            torch._C._cuda_releasePool(device, memory.pool)
+        memory.graphs = WeakSet()  # the next capture takes another pool
         raise
     finally:
         if collects:
             gc.enable()
     memory.graphs.add(graph)
     return graph.replay
-
-
-def _end_allocation(graph: Any, device: int, pool: Any) -> None:
-    """Ends what torch leaves begun where a capture could not be ended: the allocator would give memory of the pool."""
-    with suppress(RuntimeError):
-        graph.pool()
-        return  # the capture was ended, and the graph gives the pool back
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)

@@ -437,7 +437,10 @@ def test_reasons(name, caplog):
     (line,) = [x.message for x in caplog.records if "CUDA" in x.message and "graphs-device" not in x.message]
     assert re.search(expected, line)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the allocator is not left as during a capture
+        torch.cuda.empty_cache()  # neither the allocator nor the current stream is left as during a capture
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = Twins(llama())
+    assert [other.compare(given) for given in BATCHES[:2]] == [0, 1]
 
 
 def double(gradient):
