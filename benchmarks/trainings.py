@@ -1,0 +1,155 @@
+"""Whole trainings with TRL's `DPOTrainer`, as shipped and patched, by the clock of `trainer.train()`.
+
+    python -m benchmarks.trainings [--json out/trainings.json] [--steps N] [--sides REGEX] [--quick]
+
+The settings are those in the header of TRL's script for DPO: 2 pairs 8 times a step, a learning rate of 5e-7, float32
+weights under autocast to bfloat16, gradient checkpointing, AdamW, and an evaluation. Each side trains in a process of
+its own, one after the other, with empty caches of fastdpo and of Triton. Seconds contain what the first steps wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tabulate import tabulate
+from transformers import PrinterCallback, TrainerCallback
+from trl import DPOConfig
+
+from benchmarks import machine
+from benchmarks.cases import SUBJECT
+from benchmarks.first_step import CACHES, in_new_process
+from benchmarks.run import PACKAGES
+from benchmarks.sides import workload as w
+from benchmarks.suites.step import BOUNDS, GPU_SIZE, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK
+from fastdpo.commands.check.meters import now
+
+SIDES: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    SUBJECT: {},
+    'fastdpo, max_tokens="auto"': {"max_tokens": "auto"},
+}
+"""The options of `fastdpo.patch`."""
+PAIRS, ACCUMULATION = 2, 8
+EVALUATED = 32  # pairs
+
+
+class StepClock(TrainerCallback):
+    """When the training began, when each optimizer step ended, and what was logged."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(now())
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(now())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.logs.append(logs)
+
+
+def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int) -> dict[str, Any]:
+    """Runs in a process of its own."""
+    import fastdpo
+    from benchmarks.sides.trainer import TokenizedTrainer, build_tokenizer
+
+    torch.set_num_threads(threads)
+    if options is not None:
+        os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
+        fastdpo.patch("trl.DPOTrainer", **options)
+    profile = QUICK_PROFILES["HH"] if quick else PROFILES["UltraFeedback"]
+    count = steps * PAIRS * ACCUMULATION + EVALUATED
+    lengths = w.draw_lengths(*profile, count, 0, spread=SPREAD, bounds=BOUNDS)
+    work = w.Workload((lengths,), size=QUICK_SIZE if quick else GPU_SIZE)
+    pairs = work.examples(0)
+    on_device = torch.accelerator.is_available()
+    with TemporaryDirectory() as directory:
+        config = DPOConfig(
+            output_dir=directory,
+            max_steps=steps,
+            per_device_train_batch_size=PAIRS,
+            gradient_accumulation_steps=ACCUMULATION,
+            learning_rate=5e-7,
+            eval_strategy="steps",
+            eval_steps=steps,
+            logging_steps=max(steps // 5, 1),
+            bf16=on_device,
+            use_cpu=not on_device,
+            dataloader_pin_memory=on_device,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = TokenizedTrainer(
+            model=w.build_model(work, w.POLICY),
+            ref_model=w.build_model(work, w.REFERENCE),
+            args=config,
+            train_dataset=Dataset.from_list(pairs[EVALUATED:]),
+            eval_dataset=Dataset.from_list(pairs[:EVALUATED]),
+            processing_class=build_tokenizer(),
+        )
+        clock = StepClock()
+        trainer.add_callback(clock)
+        trainer.remove_callback(PrinterCallback)
+        start = now()
+        trainer.train()
+        seconds = now() - start
+    of_steps = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {"seconds": seconds, "step_seconds": of_steps, "peak_bytes": peak, "logs": clock.logs}
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = []
+    for name, x in result["sides"].items():
+        first, *others = x["step_seconds"]
+        losses = " ".join(f"{log['loss']:.4f}" for log in x["logs"] if "loss" in log)
+        (evaluated,) = (log["eval_loss"] for log in x["logs"] if "eval_loss" in log)
+        rows.append([name, x["seconds"], first, median(others), losses, evaluated, (x["peak_bytes"] or 0) / 2**20])
+    headers = ["", "seconds", "first step", "median of the others", "losses", "evaluation", "MiB"]
+    return tabulate(rows, headers, tablefmt="github", floatfmt=(".2f", ".2f", ".3f", ".3f", "", ".4f", ",.0f"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("out/trainings.json"), help="written after each side")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--sides", default="", metavar="REGEX", help="run only sides whose name matches")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
+    args = parser.parse_args(argv)
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(*PACKAGES),
+        "quick": args.quick,
+        "steps": args.steps,
+        "sides": {},
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    for side, options in SIDES.items():
+        if not re.search(args.sides, side):
+            continue
+        with TemporaryDirectory() as caches:
+            run = partial(train, options, args.steps, args.quick, args.threads)
+            result["sides"][side] = in_new_process(run, {name: f"{caches}/{name}" for name in CACHES})
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(table(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
