@@ -117,8 +117,7 @@ def with_packed_batches(
     state = line.state_of(trainer)
     if state is None or state.budget is not None:  # which cuts the batches anew
         return stock(trainer, *args, **kwargs)
-    groups = line.groups if line.options.share_prompts else None
-    how = groups, padding, line.options.graphs
+    how = "content" if line.options.share_prompts else None, padding, line.options.graphs
     collator = functools.partial(collate, trainer.data_collator, *how)  # pickled for workers
     with temporarily(trainer, data_collator=collator):
         return stock(trainer, *args, **kwargs)

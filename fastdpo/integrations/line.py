@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -26,12 +25,13 @@ from ..models.batch import as_current
 from ..models.calls import Counted, counted
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
-from ..models.state import ForwardOptions, Groups, MakeOutput
+from ..models.state import ForwardOptions, MakeOutput
 from ..models.structure import Wrapping
 from ..reasons import Reason
 from . import shortcuts, switching
-from .admission.evidence import first_difference
-from .admission.fingerprints import attribute_of, inner, name_of, package_of
+from .admission.signatures import attribute_of, signature_difference
+from .admission.tested_code import differing
+from .admission.versions import installed_version
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
 from .options import PatchOptions
 from .replacements import Replacements
@@ -74,6 +74,9 @@ class TrainerState:
 class TrainerLine:
     """One trainer class in a range of versions, and how it is patched.
 
+    A function is written as "name" if it is one of the trainer class, as ":name" if it is one of its module, and as
+    "module:name" if it is one of another module.
+
     Attributes:
         name: of the trainer, such as "trl.DPOTrainer". It begins with the name of its package, and
             ends as that of its class does.
@@ -81,22 +84,19 @@ class TrainerLine:
             distribution, such as that of a script.
         modules: the modules that may define the class, in the order in which they are tried.
         by_default: whether `patch()` without targets patches the trainer.
-        compared: names of functions that may have changed in a version newer than the supported ones:
-            the trainer runs them as they are, and its first calls are compared with stock ones then.
         distribution: the name of the distribution, if it is not that of the package.
         class_name: that of the class, if the last part of `name` is not.
-        parameters: of the class's functions that are replaced or relied on, the names of their parameters.
-        module_parameters: those of functions of its module.
-        exact: whether these functions may have no further parameters.
-        relies_on: by option of `patch`, further functions that it relies on. In newer versions that have others the
-            option is refused. "name" is a function of the class, ":name" one of its module, and "module:name" one
-            of another module.
-        replaced: the functions of the class that methods of the line with these names replace. Each is given the
-            stock function in front of the arguments of a call.
-        module_replaced: such functions of its module.
+        parameters: of functions that are replaced or relied on, the names of their parameters. "..." at the end stands
+            for any others.
+        relies_on: the functions whose results the line computes by itself. A newer version in which they have other
+            code is left as it is.
+        options_rely_on: by option, of `patch` or of the trainer, functions that it relies on as well. In a newer
+            version in which they have other code, it is refused or left to the trainer.
+        replaced: the functions of the class or of its module that methods of the line with these names replace. Each
+            is given the stock function in front of the arguments of a call.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
-        groups: which rows of a batch may share what they begin with (see `ForwardOptions`).
         rewards: how the trainer's model scores rows, if it is a reward model.
+        newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
     """
@@ -105,25 +105,27 @@ class TrainerLine:
     versions: ClassVar[str]
     modules: tuple[str, ...]
     by_default: ClassVar[bool] = True
-    compared: ClassVar[tuple[str, ...]] = ()
     distribution: ClassVar[str | None] = None
 
     class_name: ClassVar[str | None] = None
     parameters: ClassVar[Mapping[str, list[str]]] = {}
-    module_parameters: ClassVar[Mapping[str, list[str]]] = {}
-    exact: ClassVar[bool] = True
-    relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    relies_on: ClassVar[tuple[str, ...]] = ()
+    options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
-    module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
-    groups: ClassVar[Groups] = "content"
     rewards: ClassVar[RewardHead | None] = None
 
     options: PatchOptions
 
-    def __init__(self, name: str | None = None, modules: tuple[str, ...] | None = None):
-        """Both are those of the class if they are not given."""
+    def __init__(
+        self,
+        name: str | None = None,
+        modules: tuple[str, ...] | None = None,
+        newer: Collection[str] = (),
+    ):
+        """Name and modules are those of the class if they are not given."""
         self.name, self.modules = name or self.name, modules or self.modules
+        self.newer = newer
         self.replacements = Replacements()
         self._patched_class: Any = None
         # By their ids: a trainer class that is a dataclass has instances without a hash.
@@ -147,34 +149,11 @@ class TrainerLine:
 
         Changes nothing. May raise ImportError.
         """
-        stock = self.trainer_class()
-        created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(stock, "add_callback") else {}
-        return first_difference(stock, {**created, **self.parameters}, exact=self.exact) or first_difference(
-            self.module(), self.module_parameters, exact=self.exact
-        )
-
-    def relied_on(self, option: str) -> Iterator[tuple[str, str, Any]]:
-        """The functions that an option relies on: those of `relies_on`, and those of the package that override them.
-
-        Yields:
-            Their names, the packages that must have them, and the functions, or None for those that are missing.
-        """
-        stock, own = self.trainer_class(), package_of(self.name)
-        for name in self.relies_on.get(option, ()):
-            module, separator, path = name.rpartition(":")
-            scope = sys.modules.get(module) if module else self.module() if separator else stock
-            full = (
-                f"{module or self.module().__name__}.{path}"
-                if separator
-                else f"{stock.__module__}.{stock.__name__}.{path}"
-            )
-            yield full, package_of(module) or own, inner(attribute_of(scope, path))
-            owner, _, attribute = path.rpartition(".")
-            kind = attribute_of(scope, owner) if owner else None
-            overriding = inner(getattr(stock, attribute, None))
-            is_inherited = isinstance(kind, type) and issubclass(stock, kind)
-            if is_inherited and overriding is not None and package_of(overriding.__module__) == own:
-                yield name_of(overriding), own, overriding
+        created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(self.trainer_class(), "add_callback") else {}
+        reason = self.signature_difference({**created, **self.parameters})
+        if reason is None and (changed := self.changed_code(self.relies_on)):
+            return Reason("changed-code", functions=", ".join(changed))
+        return reason
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         """Why a trainer that is created with these arguments by name is left unpatched, or None."""
@@ -184,10 +163,10 @@ class TrainerLine:
 
     def replace(self) -> None:
         """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
-        for name in self.replaced:
-            self.wrap(name, getattr(self, name))
-        for name in self.module_replaced:
-            self.replacements.wrap(self.module(), name, getattr(self, name))
+        for written in self.replaced:
+            name = written.removeprefix(":")
+            owner = self.trainer_class() if name == written else self.module()
+            self.replacements.wrap(owner, name, getattr(self, name))
 
     def new_state(self) -> TrainerState:
         return TrainerState(name=self.name)
@@ -212,7 +191,7 @@ class TrainerLine:
             role,
             rewards=CLASSIFIER_HEAD if is_reward else self.rewards,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
-            groups="content" if is_reward else self.groups,
+            newer=f"{self.package} {installed_version(self.package)}" if self.is_newer else "",
             **self.options.of_forward(),
         )
 
@@ -228,6 +207,52 @@ class TrainerLine:
             trainer.add_callback(first_log_callback(trainer, self.name, self.policy))
 
     # What the functions of a line call.
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether the trainer's package is newer than the tested versions."""
+        return self.package in self.newer
+
+    def function(self, written: str) -> tuple[str, Any]:
+        """The full name of a function, and the function, or None if it is missing."""
+        module, separator, name = written.rpartition(":")
+        if separator:
+            scope = importlib.import_module(module) if module else self.module()
+            return f"{scope.__name__}.{name}", attribute_of(scope, name)
+        return f"{self.module().__name__}.{self._class_name}.{name}", attribute_of(self.trainer_class(), name)
+
+    def signature_difference(self, parameters: Mapping[str, list[str]]) -> Reason | None:
+        """How the parameters of functions differ from the expected ones, or None."""
+        differences = (
+            signature_difference(*self.function(written), expected, may_grow=self.is_newer)
+            for written, expected in parameters.items()
+        )
+        return next((each for each in differences if each is not None), None)
+
+    def code_of(self, functions: Iterable[str]) -> dict[str, Any]:
+        """Functions by their full names, and those by which the trainer class overrides them. None for those that are
+        missing.
+        """
+        found: dict[str, Any] = {}
+        for written in functions:
+            name, function = self.function(written)
+            found[name] = function
+            owner, _, method = written.rpartition(".")
+            base = self.function(owner)[1] if ":" in owner else None
+            if isinstance(base, type) and issubclass(self.trainer_class(), base):
+                overriding_name, overriding = self.function(method)
+                if overriding is not function:
+                    found[overriding_name] = overriding
+        return found
+
+    def changed_code(self, functions: Iterable[str]) -> list[str]:
+        """The full names of those functions that have other code than a tested version, in packages that are newer."""
+        found = self.code_of(functions) if self.newer else {}
+        return differing({name: x for name, x in found.items() if name.partition(".")[0] in self.newer})
 
     def wrap(self, name: str, function: Callable) -> None:
         """Replaces a function of the trainer class (see `Replacements.wrap`)."""
@@ -320,7 +345,11 @@ class TrainerLine:
 
         `enable` leaves its existing instances as they are.
         """
-        return self._patched_class or getattr(self.module(), self.class_name or self.name.rpartition(".")[2])
+        return self._patched_class or getattr(self.module(), self._class_name)
+
+    @property
+    def _class_name(self) -> str:
+        return self.class_name or self.name.rpartition(".")[2]
 
     def enable(self, options: PatchOptions) -> None:
         """Patches the trainer class. Called only if `unsupported_reason` has returned None."""

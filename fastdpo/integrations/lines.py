@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from ..checks import shown, suggested
 from ..logs import warn
+from .admission import packages
 from .admission.versions import DISTRIBUTIONS, installed_version
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ class Line(NamedTuple):
             and its name.
         trainer_modules: modules that may define the trainer's class.
         by_default: whether `patch()` without targets patches the trainer.
-        compared: the functions that may have changed in a version newer than these. The trainer runs them as
-            they are, around its model's calls, of which the first are compared with stock ones.
     """
 
     trainer: str
@@ -38,7 +37,6 @@ class Line(NamedTuple):
     line_class: str | type[TrainerLine]
     trainer_modules: tuple[str, ...]
     by_default: bool = True
-    compared: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -60,88 +58,64 @@ class Line(NamedTuple):
         release = Version(Version(version).base_version)
         return all(release >= end for end in ends) and not self.supports(version)
 
+    def newer(self) -> frozenset[str]:
+        """The packages, the trainer's and those that all trainers rely on, that are installed in versions newer than
+        the tested ones.
+        """
+        version = installed_version(self.package)
+        is_newer = version is not None and self.precedes(version)
+        return frozenset([*packages.newer(), *([self.package] if is_newer else [])])
+
     def load(self) -> TrainerLine:
         """The trainer line itself. Imports torch."""
         kind = self.line_class
         if isinstance(kind, str):
             module, _, name = kind.partition(":")
             kind = getattr(importlib.import_module(f".{module}", __package__), name)
-        return kind(self.trainer, self.trainer_modules)
+        return kind(self.trainer, self.trainer_modules, self.newer())
 
 
 DPO = "trl.DPOTrainer"
 DPO_MODULES = ("trl.trainer.dpo_trainer",)
 ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
-SCORING = (
-    *("compute_loss", "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps"),
-    *("_get_per_token_logps_and_entropies", "use_adapter", "add_fused_lm_head"),
-)
-"""The functions of TRL since 1.15 that call models with labels, and what gives the models the form that takes them."""
-DPO_FUNCTIONS = (*SCORING, "_precompute_ref_logps", "torch_call")
-STEPS = (*SCORING, "training_step")
 
-TRL = ">=1.15,<1.17"
-SWIFT, SWIFT_MODULES = ">=4.6,<4.7", "swift.rlhf_trainers"
+TRL, OPENRLHF, SWIFT, FACTORY = ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
 
 LINES = (
-    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, compared=DPO_FUNCTIONS),
+    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES),
     Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES),
     Line(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES, compared=("training_step",)),
+    Line("trl.OnlineDPOTrainer", TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), compared=STEPS),
-    Line("trl.RewardTrainer", TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), True, ("compute_loss",)),
+    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",)),
+    Line("trl.RewardTrainer", TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
     Line("trl.RewardTrainer", ">=0.24,<1.15", "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
-    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, STEPS),
-    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, STEPS),
-    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, STEPS),
+    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False),
+    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False),
+    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False),
     Line("trl.CPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.cpo.cpo_trainer",), False),
     Line(
         "trl.ORPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.orpo.orpo_trainer",), False
     ),
+    Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
     Line(
-        "openrlhf.DPOTrainer",
-        ">=0.9.10,<0.12",
-        "openrlhf.dpo:OpenRLHFDPOLine",
-        ("openrlhf.trainer.dpo_trainer",),
-        compared=("save_logs_and_checkpoints",),
+        "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)
+    ),
+    Line("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", ("swift.rlhf_trainers.dpo_trainer",)),
+    Line(
+        "swift.CPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", ("swift.rlhf_trainers.cpo_trainer",)
     ),
     Line(
-        "openrlhf.RewardModelTrainer",
-        ">=0.9.10,<0.12",
-        "openrlhf.reward:OpenRLHFRewardLine",
-        ("openrlhf.trainer.rm_trainer",),
-        compared=("save_logs_and_checkpoints",),
+        "swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", ("swift.rlhf_trainers.orpo_trainer",)
     ),
-    Line(
-        "swift.DPOTrainer",
-        SWIFT,
-        "swift.dpo:SwiftDPOLine",
-        (f"{SWIFT_MODULES}.dpo_trainer",),
-        compared=("get_batch_loss_metrics",),
-    ),
-    Line("swift.CPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.cpo_trainer",)),
-    Line("swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.orpo_trainer",)),
-    Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", (f"{SWIFT_MODULES}.kto_trainer",)),
-    Line(
-        "swift.RewardTrainer",
-        SWIFT,
-        "swift.line:SwiftRewardLine",
-        (f"{SWIFT_MODULES}.reward_trainer",),
-        compared=("compute_loss",),
-    ),
-    Line(
-        "llamafactory.DPOTrainer",
-        "==0.9.5",
-        "llamafactory.dpo:FactoryDPOLine",
-        ("llamafactory.train.dpo.trainer",),
-        compared=("compute_preference_loss",),
-    ),
-    Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
+    Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", ("swift.rlhf_trainers.kto_trainer",)),
+    Line("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", ("swift.rlhf_trainers.reward_trainer",)),
+    Line("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
+    Line("llamafactory.KTOTrainer", FACTORY, "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
     Line(
         "llamafactory.PairwiseTrainer",
-        "==0.9.5",
+        FACTORY,
         "llamafactory.reward:FactoryRewardLine",
         ("llamafactory.train.rm.trainer",),
     ),
@@ -196,7 +170,7 @@ def register(line: type[TrainerLine]) -> None:
         raise ValueError(f'register: versions must be a specifier such as ">=1.2,<2"; got {line.versions!r}') from error
     if line.distribution is not None:
         DISTRIBUTIONS[package] = line.distribution
-    entry = Line(line.name, line.versions, line, line.modules, line.by_default, line.compared)
+    entry = Line(line.name, line.versions, line, line.modules, line.by_default)
     registered[line.name, line.versions] = entry
 
 

@@ -71,12 +71,7 @@ def _constant(value: object, help: str) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """The options of `patch()`, which explains them, and what it finds.
-
-    Attributes:
-        changed: the functions that differ from those of the tested versions. The first fused calls of each
-            model are then compared with stock ones, and leave a model to stock if they differ.
-    """
+    """The options of `patch()`, which explains them."""
 
     share_prompts: SharePrompts = _option(  # noqa: RUF009
         True,
@@ -105,11 +100,10 @@ class PatchOptions:
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}
     )
-    changed: tuple[str, ...] = ()
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.state.ForwardOptions`)."""
-        names = ("share_prompts", "memory_budget", "verify", "changed", "compile", "graphs")
+        names = ("share_prompts", "memory_budget", "verify", "compile", "graphs")
         return {name: getattr(self, name) for name in names}
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack, cast
 
 from ..logs import logger, strict, warn
 from ..reasons import Reason
-from .admission import evidence, packages
+from .admission import packages, tested_code
 from .admission.versions import installed_version, unsupported_version_reason
 from .bypass import existing_trainers
 from .line import TrainerLine
@@ -37,9 +37,8 @@ class Seam:
         version: version of the package that is installed, or None.
         reason: why the trainer is not patched; None if it is.
         stock_trainers: class names of trainers created before `patch()`, which stay unpatched.
-        tested: the specifier of the tested versions, if the one that is installed is newer.
-        changed: the functions that differ from those of the tested versions. The first fused calls are
-            then compared with stock ones.
+        tested: the specifiers of the tested versions, of those packages that are installed in newer ones.
+        compared: whether the first fused calls are compared with stock ones, since the trainer's package is newer.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Seam:
     reason: Reason | None
     stock_trainers: tuple[str, ...] = ()
     tested: str | None = None
-    changed: tuple[str, ...] = ()
+    compared: bool = False
 
     @property
     def on(self) -> bool:
@@ -58,12 +57,8 @@ class Seam:
         """Why the trainer is patched provisionally; None if it is not."""
         if not self.on or self.tested is None:
             return None
-        change = (
-            f"where {', '.join(self.changed)} differs: its first calls are compared with stock ones"
-            if self.changed
-            else "whose code is the same where it is compared"
-        )
-        return f"newer than the tested versions, {self.tested}, {change}"
+        comparison = ": its first calls are compared with stock ones" if self.compared else ""
+        return f"newer than the tested versions, {self.tested}{comparison}"
 
     def __str__(self) -> str:
         state = "on" if self.reason is None else f"off, {self.reason.named}"
@@ -95,8 +90,7 @@ class _Examined(NamedTuple):
         options: those that it is patched with.
         by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
         sources: by option, who has given it.
-        relied_on: by option, the functions that it relies on and that differ from those of the tested versions, next
-            to those of the seam.
+        changed: by option, the functions that it relies on and that differ from those of the tested versions.
     """
 
     seam: Seam
@@ -105,7 +99,7 @@ class _Examined(NamedTuple):
     options: PatchOptions = PatchOptions()
     by_run: bool = False
     sources: Mapping[str, str] = MappingProxyType({})
-    relied_on: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    changed: Mapping[str, list[str]] = MappingProxyType({})
 
     def current_seam(self) -> Seam:
         """The seam, with the trainers created before `patch()` that still exist."""
@@ -167,9 +161,8 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
         compile: compile the decoder layers for packed calls, once for batches of all lengths. Other calls run the
             layers as they are. Disabled, with a logged reason, where layers cannot be compiled as a whole.
         graphs: replay CUDA graphs of packed calls. Disabled, with a logged reason, where these cannot be recorded.
-        provisional: patch trainers of versions that are newer than the tested ones, if their code is the
-            same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
-            by `FASTDPO_PROVISIONAL=0`.
+        provisional: patch trainers of versions that are newer than the tested ones, whose first fused calls are
+            compared with stock ones.
 
     Returns:
         The report.
@@ -249,14 +242,12 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     """
     seam, reason = examined.seam, None
     lines = lines_of(seam.name)
-    own = [name for name in seam.changed if name.startswith(f"{lines[0].package}.")]
-    changed = {name: (*own, *examined.relied_on.get(name, ())) for name in specific_options(seam.name)}
-    relying = [name for name, functions in changed.items() if functions and getattr(options, name)]
+    relying = [name for name, functions in examined.changed.items() if functions and getattr(options, name)]
     is_newer = seam.on and not any(line.supports(seam.version) for line in lines)
     if is_newer and not options.provisional:
         reason = unsupported_version_reason(lines[0].distribution, seam.version or "", [x.versions for x in lines])
     elif relying:
-        functions = dict.fromkeys(function for name in relying for function in changed[name])
+        functions = dict.fromkeys(function for name in relying for function in examined.changed[name])
         functions = f"{', '.join(functions)}, on which {' and '.join(relying)} relies"
         reason = Reason("changed-code", functions=functions)
     return examined if reason is None else examined._replace(seam=replace(seam, reason=reason), line=None)
@@ -269,7 +260,7 @@ def _difference(before: _Examined, option: str, value: object) -> tuple[str, str
 
 
 def _enable(examined: _Examined) -> None:
-    cast(TrainerLine, examined.line).enable(replace(examined.options, changed=examined.seam.changed))
+    cast(TrainerLine, examined.line).enable(examined.options)
     _patched[examined.seam.name] = examined
 
 
@@ -366,8 +357,7 @@ def _trl_last(name: str) -> bool:
 
 def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
-    newer = packages.newer()
-    examined = {name: _examine(name, is_targeted, newer) for name in sorted(names, key=_trl_last)}
+    examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
     new = {name: x.line for name, x in examined.items() if name not in _patched}
     kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
     stock = existing_trainers(*kinds.values(), patched=False)
@@ -377,36 +367,26 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     return {name: examined[name] for name in names}
 
 
-def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
-    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched.
-
-    `newer` are the packages that all trainers rely on and that are newer than the tested versions.
-    """
+def _examine(name: str, is_targeted: bool) -> _Examined:
+    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched."""
     if name in _patched:
         return _patched[name]
     lines = lines_of(name)
     version = installed_version(lines[0].package)
     line = next((line for line in lines if line.supports(version)), lines[0])
-    is_tested, trainer_line, functions = line.supports(version), None, {}
-    reason = _unavailable_reason(line, lines, version, is_targeted)
+    reason, trainer_line = _unavailable_reason(line, lines, version, is_targeted), None
     if reason is None:
-        evidence.set_newer(line.package, not is_tested)
-        trainer_line, functions, reason = _imported(line)
+        trainer_line, reason = _imported(line)
     if name in _patched:
         return _patched[name]
-    changed = {} if reason or is_tested else evidence.changed(functions, line.package)
-    replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
-    if replaced:
-        reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
     if reason is not None or trainer_line is None:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
-    tested = [] if is_tested else [f"{line.distribution}{line.versions}"]
-    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in newer]
-    functions = _each_once({**changed, **packages.changed(newer)})
-    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=tuple(functions))
-    newer = newer if is_tested else [*newer, line.package]
-    relied_on = {x: evidence.differences_in(trainer_line.relied_on(x), newer) for x in specific_options(name)}
-    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), relied_on=relied_on)
+    tested = [f"{line.distribution}{line.versions}"] if trainer_line.is_newer else []
+    tested += [f"{x}<={y.tested}" for x, y in packages.PACKAGES.items() if x in trainer_line.newer]
+    seam = Seam(name, version, None, tested=", ".join(tested) or None, compared=trainer_line.is_newer)
+    relied_on = {option: trainer_line.options_rely_on.get(option, ()) for option in specific_options(name)}
+    changed = {option: trainer_line.changed_code(functions) for option, functions in relied_on.items()}
+    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), changed=changed)
 
 
 def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_targeted: bool) -> Reason | None:
@@ -416,7 +396,7 @@ def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_t
     if not line.supports(version):
         if version is None:
             return Reason("not-installed", distribution=line.distribution)
-        if not evidence.is_allowed() or not line.precedes(version) or not evidence.has_tested(line.package):
+        if not line.precedes(version) or not tested_code.has_tested(line.package):
             return unsupported_version_reason(line.distribution, version, [line.versions for line in lines])
     imported = any(module in sys.modules for module in line.trainer_modules)
     if line.package in CHANGING_OTHERS and not is_targeted and not imported:
@@ -424,21 +404,16 @@ def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_t
     return None
 
 
-def _imported(line: Line) -> tuple[TrainerLine | None, dict[str, Any], Reason | None]:
-    """The trainer line, the functions that it relies on, and why it does not support the trainer, if so. A failed
-    import leaves no module of the package behind: a later one may succeed, as TRL 0.24's does after LLaMA-Factory's.
+def _imported(line: Line) -> tuple[TrainerLine | None, Reason | None]:
+    """The trainer line, and why it does not support the trainer, if so. A failed import leaves no module of the
+    package behind: a later one may succeed, as TRL 0.24's does after LLaMA-Factory's.
     """
     earlier = set(sys.modules)
     try:
         trainer_line = line.load()
-        with evidence.noting() as functions:
-            return trainer_line, functions, trainer_line.unsupported_reason() or packages.missing_reason()
+        return trainer_line, trainer_line.unsupported_reason() or packages.missing_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         message = " ".join(str(error).split())  # in one line
         for module in [x for x in sys.modules.keys() - earlier if x.partition(".")[0] == line.package]:
             del sys.modules[module]
-        return None, {}, packages.missing_reason() or Reason("import-error", package=line.package, error=message)
-
-
-def _each_once(names: Mapping[str, list[str]]) -> list[str]:
-    return list(dict.fromkeys(name for found in names.values() for name in found))
+        return None, packages.missing_reason() or Reason("import-error", package=line.package, error=message)

@@ -69,7 +69,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         reason = model_reason(model, fused, device_of(model, args, kwargs))
         if reason is None:
             batch, own = _route(model, fused, cast(Verdict, fused.verdict), own, args, kwargs)
-    is_compared = fused.options.verify or fused.options.changed
+    is_compared = fused.options.verify or fused.options.newer
     if batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
         reason = fused.lasting_reason = verify(model, fused, batch, args, kwargs)
         if reason is not None:

@@ -60,7 +60,7 @@ class ForwardOptions(NamedTuple):
         shifted: whether the labels that `fastdpo.score` is given are shifted.
         verify: whether the first fused call with gradients and the first one without are compared
             with the prior forward.
-        changed: functions of the prior forward's package that have changed since it was tested. Calls are
+        newer: the package of the prior forward, if it is newer than the tested versions, otherwise "". Calls are
             then compared, too, and go there from then on if they differ.
         compile: whether packed calls run compiled layers.
         graphs: whether packed calls replay CUDA graphs.
@@ -79,7 +79,7 @@ class ForwardOptions(NamedTuple):
     memory_budget: int | None = None
     shifted: bool = False
     verify: bool = False
-    changed: tuple[str, ...] = ()
+    newer: str = ""
     compile: bool = False
     graphs: bool = False
 

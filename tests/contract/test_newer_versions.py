@@ -1,4 +1,4 @@
-"""Newer versions of a trainer's package are on by what their code is: copies of the installed one."""
+"""Newer versions of a trainer's package are on, unless code that a line relies on has changed. They are copies."""
 
 import functools
 
@@ -38,5 +38,5 @@ def test_the_reports_are_documented(harness):
 
 
 @each(lambda harness: harness.newer)
-def test_the_fingerprints_are_those_of_the_installed_version(harness):
+def test_the_recorded_code_is_that_of_the_installed_version(harness):
     assert_recorded(harness.newer.recorded)

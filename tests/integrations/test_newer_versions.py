@@ -1,26 +1,32 @@
-"""Versions of TRL that are newer than the tested ones: on by what their code is.
+"""Versions of TRL that are newer than the tested ones: on, with their first calls compared with stock ones.
 
 Copies of the installed TRL have the version 1.17.0, and some of them other code.
 """
 
-import importlib.metadata
 import re
 
 import pytest
-import torch
 from transformers import Trainer
 from trl import GRPOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations.admission import evidence, fingerprints, packages
+from fastdpo.integrations.admission import packages, tested_code
 from fastdpo.integrations.lines import LINES, TRAINERS
 from fastdpo.integrations.options import specific_options
 from fastdpo.integrations.patching import examine
 from fastdpo.models import calls as counters
-from tests.support import ROOT
 from tests.support.comparison import double
-from tests.support.copies import Copy, assert_changes_are_noticed, assert_documented, assert_recorded, train_copies
+from tests.support.copies import (
+    Copy,
+    assert_changes_are_noticed,
+    assert_documented,
+    assert_recorded,
+    assert_reported_and_trained,
+    change,
+    set_newer,
+    train_copies,
+)
 from tests.support.trl.dpo import assert_same, assert_same_bits
 from tests.support.workers.trainings import TRAIN, model_of
 
@@ -29,7 +35,10 @@ TOKENS = '        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 METRIC = '        self._metrics[mode]["one"].append(self.accelerator.gather(0 * loss).max().item() + 1)\n'
 ARGUMENT = '        peft_config: "PeftConfig | None" = None,\n'
 AUXILIARY = "        if self.aux_loss_enabled:\n            aux_loss = outputs"
-SFT, LOSS = "trainer/sft_trainer.py", "def _compute_loss(self, model, inputs, return_outputs)"
+SFT, KTO, REWARD, GRPO, RLOO = (f"trainer/{x}_trainer.py" for x in ("sft", "kto", "reward", "grpo", "rloo"))
+LOSS = "def _compute_loss(self, model, inputs, return_outputs)"
+LOSS_OF_PAIRS = "def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None)"
+LOSS_OF_GROUPS = "def _compute_loss(self, model, inputs)"
 FUNCTION_ARGUMENT = "        formatting_func: Callable[[dict], str] | None = None,\n"
 OUTPUTS = '    outputs: tuple[str, ...] = ("log_probs",),\n'
 AUX_LOSS_FIELD = "    aux_loss: torch.Tensor | None = None\n"
@@ -39,7 +48,12 @@ COPIES = {  # by the name of a copy: file, text, replacement
     "grown": [
         (DPO, ARGUMENT, f"{ARGUMENT}        more: bool = False,\n"),
         (DPO, TOKENS, TOKENS + METRIC),
-        (DPO, LOSS, LOSS.replace("return_outputs", "return_outputs, scale=1")),
+        *((file, LOSS, LOSS.replace(")", ", scale=1)")) for file in (DPO, KTO)),
+        (KTO, "losses.nanmean()", "1.5 * losses.nanmean()"),
+        (REWARD, LOSS_OF_PAIRS, LOSS_OF_PAIRS.replace(")", ", scale=1)")),
+        (REWARD, "rewards_chosen", "chosen_rewards"),
+        (GRPO, LOSS_OF_GROUPS, LOSS_OF_GROUPS.replace(")", ", scale=1)")),
+        (GRPO, "per_token_loss", "token_losses"),
         (SFT, FUNCTION_ARGUMENT, f"        more: bool = False,\n{FUNCTION_ARGUMENT}"),
         (SFT, TOKENS, TOKENS + METRIC),
         (UTILS, OUTPUTS, f"{OUTPUTS}    chunk_size: int | None = None,\n"),
@@ -51,45 +65,43 @@ COPIES = {  # by the name of a copy: file, text, replacement
     ],
     "another scale": [(UTILS, "loss = -log_probs.sum() /", "loss = -1.5 * log_probs.sum() /")],
     "another loss": [(DPO, AUXILIARY, f"        loss = 1.5 * loss\n{AUXILIARY}")],
-    "another name": [(file, "add_fused_lm_head", "attach_lm_head") for file in (DPO, UTILS)],
+    "another name": [(file, "add_fused_lm_head", "attach_lm_head") for file in (DPO, KTO, SFT, GRPO, RLOO, UTILS)],
     "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
     "another kernel": [(KERNEL, "logprobs = target_logit - log_z\n", "logprobs = 1.25 * (target_logit - log_z)\n")],
 }
+
+GROWN = [f"trl.{x}Trainer" for x in ("SFT", "Reward", "KTO", "GRPO")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The results of `train_copies` by the names of the copies."""
     copies = {name: Copy("trl.DPOTrainer", changes) for name, changes in COPIES.items()}
-    copies["grown, SFT"] = Copy("trl.SFTTrainer", COPIES["grown"])
+    copies |= {name: Copy(name, COPIES["grown"]) for name in GROWN}
     return train_copies("1.17.0", copies, tmp_path_factory.mktemp("copies"))
 
 
-NEWER_PACKAGES = "".join(f"{package}<={packages.PACKAGES[package].tested}, " for package in packages.newer())
-ON = f"trl.DPOTrainer (1.17.0): on, provisionally: newer than the tested versions, trl>=1.15,<1.17, {NEWER_PACKAGES}"
-COMPARED = f"{ON}where {{}} differs: its first calls are compared with stock ones"
-CHANGED = {
-    "grown": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss", "trl.trainer.utils.add_fused_lm_head"],
-    "another output": ["trl.trainer.utils.add_fused_lm_head"],
-    "another scale": ["trl.trainer.utils.add_fused_lm_head"],
-    "another loss": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss"],
-    "other positions": ["trl.trainer.utils.add_fused_lm_head"],
-    "another kernel": ["trl.kernels.chunked_logprob.ChunkedLogProbFunction.forward"],
+TESTED = "".join(f", {package}<={packages.PACKAGES[package].tested}" for package in packages.newer())
+COMPARED = "its first calls are compared with stock ones"
+ON = f"on, provisionally: newer than the tested versions, trl>=1.15,<1.17{TESTED}: {COMPARED}"
+OFF = (
+    "off, its code differs from the tested versions: trl.trainer.dpo_trainer.add_fused_lm_head must have the "
+    "parameters ['model', 'temperature', 'cast_lm_head_to_fp32', 'outputs']; got None [different-code]"
+)
+DIFFERENT = {
+    "other positions": "log-prob",
+    "another kernel": "log-prob",
+    "another output": "z_loss",
+    "another scale": "loss",
 }
-REPORTS = {
-    "unchanged": f"{ON}whose code is the same where it is compared",
-    **{name: COMPARED.format(", ".join(functions)) for name, functions in CHANGED.items()},
-    "another name": "trl.DPOTrainer (1.17.0): off, its code differs from the tested versions: "
-    "trl.trainer.dpo_trainer.add_fused_lm_head must have the parameters ['model', 'temperature', "
-    "'cast_lm_head_to_fp32', 'outputs']; got None [different-code]",
-}
+"""What differs in the first calls of the copies that are left to stock."""
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_trains_what_its_stock_trains(results, name):
     result = results[name]
     stock, patched = result["stock"], result["patched"]
-    assert result["report"] == REPORTS[name]
+    assert result["report"] == f"trl.DPOTrainer (1.17.0): {OFF if name == 'another name' else ON}"
     if name in ("unchanged", "grown", "another loss"):
         assert patched.calls.keys() == {(kind, "fused") for kind in ("policy", "reference", "eval")}
         assert_same(stock, patched)
@@ -100,98 +112,62 @@ def test_a_copy_trains_what_its_stock_trains(results, name):
         assert all(log["one"] == 1.0 for log in patched.logs if "loss" in log)
 
 
-def test_a_copy_that_has_grown_trains_SFT(results):
-    result = results["grown, SFT"]
-    changed = "trl.trainer.sft_trainer.SFTTrainer.compute_loss, trl.trainer.utils.add_fused_lm_head"
-    assert result["report"] == COMPARED.format(changed).replace("DPOTrainer", "SFTTrainer", 1)
-    assert result["patched"].calls.keys() == {(kind, "fused") for kind in ("policy", "eval")}
-    assert_same(result["stock"], result["patched"])
-    assert all(log["one"] == 1.0 for log in result["patched"].logs if "loss" in log)
+@pytest.mark.parametrize("trainer", GROWN)
+def test_other_trainers_of_a_copy_that_has_grown(results, trainer):
+    assert_reported_and_trained(results[trainer], f"{trainer} (1.17.0): {ON}")
+    assert not any("not fused" in message for message in results[trainer]["messages"])
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_the_report_of_each_copy_is_documented(name):
-    report = REPORTS[name].replace(NEWER_PACKAGES, "")
-    assert f"\nfastdpo: {report}\n" in (ROOT / "docs" / "trl.md").read_text()
-
-
-DIFFERENT = {"another output": "z_loss", "another scale": "loss"}
+def test_the_reports_are_documented():
+    assert_documented("trl.md", (f"trl.DPOTrainer (1.17.0): {x.replace(TESTED, '')}" for x in (ON, OFF)))
 
 
 def test_a_difference_is_logged_with_its_size(results):
-    reason = r"\(policy\): not fused, code has changed since .*, in {}, and its first call differs .* in {} by"
-    for name in ("other positions", "another kernel", "another output", "another scale"):
+    newer = r"trl 1\.17\.0 is newer than the tested versions, and its first call differs .* in .*{} by"
+    for name, different in DIFFERENT.items():
         assert any(
-            re.search(reason.format(*CHANGED[name], DIFFERENT.get(name, "log-prob.*")), message)
+            re.search(rf"\(policy\): not fused, {newer}".format(f"{different}.*"), message)
             for message in results[name]["messages"]
         )
-    assert not any("not fused" in message for name in ("unchanged", "grown") for message in results[name]["messages"])
+    for name in ("unchanged", "grown", "another loss"):
+        assert not any("not fused" in message for message in results[name]["messages"])
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_only_functions_whose_texts_differ_are_parsed(results, name):
-    changed = [] if name == "another name" else [x.rpartition(".")[2] for x in CHANGED.get(name, [])]
-    assert sorted(results[name]["parsed"]) == sorted(changed)
-
-
-def test_the_fingerprints_are_those_of_the_installed_versions():
+def test_the_recorded_code_is_that_of_the_installed_versions():
     assert_recorded()
-
-
-def set_version(monkeypatch, trl):
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: trl if name == "trl" else version(name))
 
 
 @pytest.fixture
 def newer(monkeypatch):
-    """TRL as it is, with the version 1.17.0."""
-    set_version(monkeypatch, "1.17.0")
+    """TRL as it is, in a newer version."""
+    set_newer(monkeypatch, "trl")
 
 
-@pytest.fixture
-def changed(newer, monkeypatch):
-    """A function that makes functions of a name differ from the tested ones."""
-
-    def change(*names):
-        tested = {name: [] if name.rpartition(".")[2] in names else x for name, x in evidence.tested().items()}
-        monkeypatch.setattr(evidence, "tested", lambda: tested)
-
-    return change
-
-
+@pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize("trainer", TRAIN)
-def test_what_depends_on_a_changed_function_is_left_to_trl(changed, trainer, tmp_path):
+def test_trainers_of_a_newer_version_are_compared(trainer, tmp_path):
     def run(name, cast=lambda model: model):
         return TRAIN[trainer](tmp_path / name, *(cast(model_of(trainer, seed)) for seed in range(2)), evaluate=6)
 
     stock = run("stock")
     stock.in_float64 = lambda: run("float64", double)
-    line = next(line for line in LINES if line.trainer == trainer)
-    changed(*line.compared)
     with fastdpo.patched(trainer) as report:
-        assert {name.rpartition(".")[2] for name in report.seams[0].changed} <= set(line.compared)
-        assert bool(report.seams[0].changed) == bool(line.compared)
+        assert report.seams[0].compared
         patched = run("patched")
     assert {path for _, path in patched.calls} == {"fused"}
-    if line.compared:
+    assert counters.outcomes[trainer, "verified"] >= 2
+    if trainer not in ("trl.CPOTrainer", "trl.ORPOTrainer"):  # other means of logits
         assert_same(stock, patched)
-        assert counters.outcomes[trainer, "verified"] >= 2
 
 
+@pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer"])
-def test_a_changed_function_that_is_replaced_is_a_reason(changed, trainer):
-    changed("_forward", "concatenated_forward")
+def test_a_changed_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
+    assert examine(trainer).seams[0].on
+    change(monkeypatch, "_forward", "concatenated_forward")
     (seam,) = examine(trainer).seams
     assert not seam.on
     assert seam.reason.name == "changed-code"
-
-
-def test_an_option_that_relies_on_a_changed_function_is_refused(changed):
-    changed("_compute_loss")
-    with pytest.raises(fastdpo.PatchError, match="_compute_loss, on which max_tokens relies"):
-        fastdpo.patch("trl.DPOTrainer", max_tokens=500)
-    assert fastdpo.patch("trl.DPOTrainer").seams[0].on
 
 
 @pytest.mark.parametrize(
@@ -204,43 +180,34 @@ def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypat
 
 def test_another_cadence_of_generations_is_a_reason(monkeypatch, newer):
     monkeypatch.delattr(GRPOTrainer, "_prepare_inputs")  # so that it is the one of `Trainer`
-    with pytest.raises(fastdpo.PatchError) as error:
+    with pytest.raises(fastdpo.PatchError, match=r"GRPOTrainer\._prepare_inputs, on which max_tokens relies"):
         fastdpo.patch("trl.GRPOTrainer", max_tokens=500)
-    assert_documented("trl.md", [str(error.value).removeprefix("patch: fastdpo: ")])
-    assert fastdpo.patch("trl.GRPOTrainer").seams[0].provisional.endswith("whose code is the same where it is compared")
+    assert fastdpo.patch("trl.GRPOTrainer").seams[0].compared
 
 
 def test_a_function_that_is_missing_in_a_newer_version_is_a_reason(monkeypatch):
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda x: "99.0" if x == "transformers" else version(x))
+    set_newer(monkeypatch, "transformers")
     monkeypatch.delattr(Trainer, "_run_epoch")
     with pytest.raises(fastdpo.PatchError, match="_run_epoch, on which max_tokens relies"):
         fastdpo.patch("trl.KTOTrainer", max_tokens=500)
 
 
 def test_a_function_that_a_newer_version_overrides_is_a_reason(monkeypatch, newer):
-    namespace = {"__name__": "trl.trainer.sft_trainer", "Trainer": Trainer}
-    exec("def get_batch_samples(*args):\n    return Trainer.get_batch_samples(*args)", namespace)
-    monkeypatch.setattr(SFTTrainer, "get_batch_samples", namespace["get_batch_samples"], raising=False)
+    monkeypatch.setattr(SFTTrainer, "get_batch_samples", lambda *args: Trainer.get_batch_samples(*args), raising=False)
     with pytest.raises(fastdpo.PatchError, match="get_batch_samples, on which max_tokens relies"):
         fastdpo.patch("trl.SFTTrainer", max_tokens=500)
 
 
-def test_the_doctor_says_why_a_version_is_provisional(changed):
+def test_the_doctor_says_why_a_version_is_provisional(monkeypatch, newer):
     def trainers():
         return {finding.name: finding for finding in doctor.examine(["trl.DPOTrainer", "trl.ORPOTrainer"])["trainers"]}
 
-    assert trainers()["trl.DPOTrainer"] == doctor.Finding(
-        doctor.OK,
-        "trl.DPOTrainer",
-        f"1.17.0: provisionally, {ON.rpartition('provisionally: ')[2]}whose code is the same where it is compared",
-    )
-    changed("_compute_loss", "concatenated_forward")
-    found = trainers()
-    assert found["trl.DPOTrainer"].status == doctor.OK
-    assert "_compute_loss differs: its first calls are compared" in found["trl.DPOTrainer"].detail
-    assert found["trl.ORPOTrainer"].status == doctor.FAILED
-    assert "[changed-code]" in found["trl.ORPOTrainer"].detail
+    detail = f"99.0: {ON.removeprefix('on, ')}".replace("provisionally:", "provisionally,")
+    assert trainers()["trl.DPOTrainer"] == doctor.Finding(doctor.OK, "trl.DPOTrainer", detail)
+    change(monkeypatch, "concatenated_forward")
+    assert trainers()["trl.DPOTrainer"].status == doctor.OK
+    assert trainers()["trl.ORPOTrainer"].status == doctor.FAILED
+    assert "[changed-code]" in trainers()["trl.ORPOTrainer"].detail
 
 
 @pytest.mark.parametrize("provisional", [False, True])
@@ -255,30 +222,22 @@ def test_an_option_refuses_newer_versions(newer, provisional):
             fastdpo.patch("trl.DPOTrainer", provisional=False)
 
 
-def test_an_option_does_not_change_tested_versions(monkeypatch):
-    set_version(monkeypatch, "1.16.0")
-    assert fastdpo.patch("trl.DPOTrainer", provisional=False).seams[0].on
+def one(rows):
+    return sum(rows)
 
 
-@pytest.mark.parametrize("variable", ["0", "1"])
-def test_newer_versions_can_be_refused(newer, monkeypatch, variable):
-    monkeypatch.setenv("FASTDPO_PROVISIONAL", variable)
-    seam = fastdpo.patch().seams[0]
-    assert seam.on == (variable == "1")
-    assert seam.on or seam.reason.name == "unsupported-version"
+def another(rows):
+    return sum(rows) + 0
 
 
-def test_a_function_without_source_or_record_has_changed(newer):
-    namespace = {"__name__": "trl.made"}
-    exec("def f(x):\n    return x", namespace)
-    evidence.set_newer("trl", True)
-    try:
-        for function in (namespace["f"], torch.nn.functional.linear):
-            name = fingerprints.name_of(function)
-            assert evidence.changed({name: function}, fingerprints.package_of(name)) == {name: [name]}
-        assert not evidence.is_tested(namespace["f"])
-    finally:
-        evidence.set_newer("trl", False)
+def test_the_hash_of_a_function_is_that_of_its_text(monkeypatch):
+    recorded = tested_code.hash_of(one)
+    monkeypatch.setattr(tested_code, "hashes", lambda: {"trl.one": recorded})
+    without_text = {}
+    exec("def one(rows):\n    return sum(rows)\n", without_text)
+    for function, name in ((another, "trl.one"), (without_text["one"], "trl.one"), (None, "trl.one"), (one, "trl.two")):
+        assert tested_code.differing({name: function}) == [name]
+    assert tested_code.differing({"trl.one": one}) == []
 
 
 @pytest.mark.parametrize("version", ["1.17.0", "1.17", "1.17.0rc1", "1.17.0.dev0", "2.0", "1.16.0", "0.20"])

@@ -40,22 +40,20 @@ ANY = "this version is not supported: install 'trl>=0.24,<1.17'"
 
 
 @pytest.mark.parametrize(
-    ("version", "requirement", "reason"),
+    ("requirement", "reason"),
     [
-        ("1.17.0", "trl==1.17.0", "this version is not supported, and other requires trl==1.17.0"),
-        ("0.23.1", "trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
-        ("1.17.0", "trl>=1.15", "this version is not supported: install 'trl>=1.15,<1.17'"),
-        ("1.17.0", "trl>=0.20", ANY),
-        ("1.17.0", "trl", ANY),
-        ("1.17.0", 'trl==1.17.0; extra == "rl"', ANY),
-        ("1.17.0", "trl==1.8.0", ANY),  # not met as it is
-        ("1.17.0", "not a requirement", ANY),
+        ("trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
+        ("trl!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.*,!=0.28.*", "this version is not supported: install 'trl>=0.29,<1.17'"),
+        ("trl>=0.20", ANY),
+        ("trl", ANY),
+        ('trl==0.23.1; extra == "rl"', ANY),
+        ("trl==1.8.0", ANY),  # not met as it is
+        ("not a requirement", ANY),
     ],
 )
-def test_advice_respects_what_is_installed(tmp_path, monkeypatch, version, requirement, reason):
-    monkeypatch.setenv("FASTDPO_PROVISIONAL", "0")
-    distribution(tmp_path, "trl", version)
+def test_advice_respects_what_is_installed(tmp_path, monkeypatch, requirement, reason):
+    distribution(tmp_path, "trl", "0.23.1")
     distribution(tmp_path, "other", "0.1", requirement)
     monkeypatch.syspath_prepend(tmp_path)
     (seam,) = examine("trl.DPOTrainer").seams
-    assert (seam.version, seam.reason) == (version, reason)
+    assert (seam.version, seam.reason) == ("0.23.1", reason)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import fastdpo
-from fastdpo.integrations.admission import evidence, fingerprints
+from fastdpo.integrations.admission import tested_code
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
-from fastdpo.integrations.lines import LINES, Line
+from fastdpo.integrations.lines import LINES
 from tests.support import ROOT
 from tests.support.comparison import assert_same_training
-from tests.support.documents import tested_code
+from tests.support.documents import tested_code as recording
 
 Change = tuple[str, str, str]
 """A file of the package, a text in it, and what replaces the text."""
@@ -53,8 +53,7 @@ def make_copy(package: str, version: str, changes: list[Change], directory: Path
 def train_copies(version: str, copies: Mapping[str, Copy], directory: Path) -> dict[str, dict[str, Any]]:
     """The results of `workers.newer_copies` by the names of the copies.
 
-    They are the runs "stock" and "patched", the "report" on the trainer, the "messages" that were logged, and the
-    names of the functions that were "parsed".
+    They are the runs "stock" and "patched", the "report" on the trainer, and the "messages" that were logged.
     """
     arguments = []
     for name, (trainer, changes) in copies.items():
@@ -91,9 +90,9 @@ def assert_documented(page: str, reports: Iterable[str]) -> None:
 
 def assert_recorded(prefix: str = "") -> None:
     """Asserts that tested_code.json has what lines rely on in the installed packages, names with a prefix among it."""
-    found = tested_code.found()
+    found = recording.found()
     assert any(name.startswith(prefix) for name in found), "no tested version is installed"
-    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+    assert found == {name: tested_code.hashes().get(name) for name in found}, recording.__doc__
 
 
 def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, option: str) -> None:
@@ -101,31 +100,28 @@ def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, op
 
     Asserts that the option is refused, with the name of the function, and that the trainer is patched without it.
     """
-    line = next(line for line in LINES if line.trainer == trainer)
-    for function in {x for _, _, x in line.load().relied_on(option) if x is not None}:
+    line = next(line for line in LINES if line.trainer == trainer).load()
+    for name in line.code_of(line.options_rely_on[option]):
         with monkeypatch.context() as changing:
-            _plant(changing, line, function)
-            reason = rf"\.{function.__name__}\b.*, on which {option} relies .*changed-code"
+            set_newer(changing, name.partition(".")[0])
+            change(changing, name)
+            reason = rf"{re.escape(name)}\b.*, on which {option} relies .*changed-code"
             with pytest.raises(fastdpo.PatchError, match=reason):
                 fastdpo.patch(trainer, **{option: 500 if option == "max_tokens" else True})
             assert fastdpo.patch(trainer).seams[0].on
             fastdpo.unpatch()
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, line: Line, function: FunctionType) -> None:
-    def planted(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    planted.__module__, planted.__qualname__ = function.__module__, function.__qualname__
-    planted.__signature__ = inspect.signature(function)
-    owner, _, name = function.__qualname__.rpartition(".")
-    module = sys.modules[function.__module__]
-    for scope in {fingerprints.attribute_of(module, owner) if owner else module, line.load().module()}:
-        if hasattr(scope, name):
-            monkeypatch.setattr(scope, name, planted)
-    package, version = fingerprints.package_of(function.__module__), importlib.metadata.version
-    newer = DISTRIBUTIONS.get(package, package)
+def set_newer(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Gives a package, as it is, a version that is newer than any."""
+    version, newer = importlib.metadata.version, DISTRIBUTIONS.get(package, package)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == newer else version(name))
+
+
+def change(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Makes functions, given by the ends of their full names, differ from those that are recorded."""
+    recorded = {name: "" if name.endswith(names) else x for name, x in tested_code.hashes().items()}
+    monkeypatch.setattr(tested_code, "hashes", lambda: recorded)
 
 
 def assert_trains_as_its_stock(result: Mapping[str, Any], *, fused: bool) -> None:

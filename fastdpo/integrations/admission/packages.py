@@ -1,21 +1,17 @@
 """What fastdpo relies on in torch, transformers, accelerate and PEFT, under whichever trainer.
 
 All of their versions are supported. A name that is missing is a reason to leave all trainers as they are.
-In a version newer than the tested one, functions that have changed lead to the comparison of each model's
-first calls with stock ones.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from packaging.version import Version
 
 from ...reasons import Reason
-from . import evidence, fingerprints
+from .signatures import attribute_of
 from .versions import installed_version
 
 
@@ -25,12 +21,10 @@ class Package(NamedTuple):
     Attributes:
         tested: the newest version that was tested.
         names: of what must be there, by module.
-        compared: the functions among them whose code matters.
     """
 
     tested: str
     names: dict[str, tuple[str, ...]]
-    compared: tuple[str, ...] = ()
 
 
 PACKAGES = {
@@ -52,7 +46,6 @@ PACKAGES = {
             ),
             "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
         },
-        ("PreTrainedModel._can_set_attn_implementation", "load_balancing_loss_func"),
     ),
     "accelerate": Package(
         "1.15.0",
@@ -67,7 +60,6 @@ PACKAGES = {
             ),
             "accelerate.state": ("AcceleratorState._shared_state",),
         },
-        ("Accelerator.gather", "Accelerator.gather_for_metrics"),
     ),
     "peft": Package(
         "0.21.2",
@@ -93,60 +85,18 @@ def newer() -> list[str]:
 def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None:
     """Which name is missing in the installed packages, or None. Looks into modules that have been imported."""
     for package in packages:
-        for name, value in _values(package):
-            if value is None:
-                return Reason("missing-name", package=f"{package} {installed_version(package)}", missing=name)
+        for module, names in PACKAGES[package].names.items():
+            for name in names if module in sys.modules else ():
+                if attribute_of(sys.modules[module], name) is None:
+                    described = f"{package} {installed_version(package)}"
+                    return Reason("missing-name", package=described, missing=f"{module}:{name}")
     return None
 
 
-def changed(packages: Iterable[str]) -> dict[str, list[str]]:
-    """By package, of those in a newer version: the functions that differ.
-
-    `evidence.is_allowed` does not matter here: these versions were supported before their code was known.
-    """
-    compared = {package: _compared(package) for package in packages}
-    found = {
-        package: [name for name, x in functions.items() if not evidence.is_recorded(name, x)]
-        for package, functions in compared.items()
-    }
-    return {package: names for package, names in found.items() if names}
-
-
-def functions_of(package: str) -> dict[str, object]:
-    """The functions of the table whose code matters, by their dotted names, of modules that can be imported."""
-    for module in PACKAGES[package].names:
-        importlib.import_module(module)
-    return _compared(package)
-
-
-def _compared(package: str) -> dict[str, object]:
-    """Those of imported modules."""
-    names = PACKAGES[package].compared
-    functions = {name: x for name, x in _values(package) if name.partition(":")[2] in names and x is not None}
-    return {
-        name.replace(":", "."): fingerprints.inner(x.fget if isinstance(x, property) else x)
-        for name, x in functions.items()
-    }
-
-
 def description(package: str) -> str:
-    """Whether the installed version was tested, or what is known of it, for the report of the doctor."""
+    """Whether the installed version was tested, for the report of the doctor."""
     tested = PACKAGES[package].tested
-    if not is_newer(package):
-        same = Version(installed_version(package) or "0").public == tested
-        return "tested" if same else f"older than the newest tested version, {tested}"
-    names = changed((package,)).get(package)
-    known = "whose code is the same where it is compared"
-    if names:
-        known = f"where {', '.join(names)} differs: first calls are compared with stock ones"
-    return f"provisionally, newer than the tested version, {tested}, {known}"
-
-
-def _values(package: str) -> Iterator[tuple[str, object]]:
-    """The names of a package, as "module:name", with their values, or None, in imported modules."""
-    if package not in sys.modules:
-        return
-    for module, names in PACKAGES[package].names.items():
-        if module in sys.modules:
-            for name in names:
-                yield f"{module}:{name}", fingerprints.attribute_of(sys.modules[module], name)
+    if is_newer(package):
+        return f"provisionally, newer than the tested version, {tested}"
+    is_same = Version(installed_version(package) or "0").public == tested
+    return "tested" if is_same else f"older than the newest tested version, {tested}"

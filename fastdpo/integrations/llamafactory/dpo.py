@@ -42,6 +42,7 @@ class FactoryDPOLine(FactoryLine):
             ],
         }
     )
+    relies_on = ("concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "log")
     path = ("get_batch_loss_metrics", "concatenated_forward")
 

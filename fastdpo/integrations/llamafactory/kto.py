@@ -40,6 +40,7 @@ class FactoryKTOLine(FactoryLine):
             "get_batch_loss_metrics": ["self", "model", "batch"],  # reads what takes the place of logits
         }
     )
+    relies_on = ("forward", "concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "forward", "log")
     path = ("get_batch_loss_metrics", "concatenated_forward", "forward")
 

@@ -59,6 +59,7 @@ class FactoryRewardLine(TrainerLine):
             "compute_loss": ["self", "model", "inputs", "return_outputs", "kwargs"],
         }
     )
+    relies_on = ("compute_loss",)
     replaced = ("compute_loss",)
     path = ("compute_loss",)
     rewards = _LastStates()

@@ -21,8 +21,6 @@ from ...models.batch import inputs_once
 from ...models.parts import base_of
 from ...models.state import ForwardOptions
 from ...packing import IGNORE_INDEX
-from ...reasons import Reason
-from ..admission.evidence import first_difference
 from ..scored_rows import Inputs, ScoredRows
 from .line import OpenRLHFLine, strategy_unsupported_reason
 
@@ -36,21 +34,21 @@ Results = tuple[Tensor, Tensor, Any, Tensor]
 """
 
 _PARAMETERS = {
-    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
-    "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
-    "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
-    "save_logs_and_checkpoints": ["self"],
+    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens", "..."],
+    "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens", "..."],
+    "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens", "..."],
+    "save_logs_and_checkpoints": ["self", "..."],
+    "openrlhf.models.actor:Actor.forward": ["self", "sequences", "..."],
 }
-_ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
+_SCORES = (
+    *("concatenated_forward", "_get_batch_logps", "openrlhf.models.actor:Actor.forward"),
+    "openrlhf.models.actor:log_probs_from_logits",
+)
 
 
 class OpenRLHFDPOLine(OpenRLHFLine):
     parameters = _PARAMETERS
-
-    def unsupported_reason(self) -> Reason | None:
-        from openrlhf.models import Actor
-
-        return super().unsupported_reason() or first_difference(Actor, _ACTOR_PARAMETERS, exact=False)
+    relies_on = _SCORES
 
     def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model, "reference": trainer.ref_model}

@@ -12,7 +12,6 @@ from ..line import TrainerLine
 class OpenRLHFLine(TrainerLine):
     """One trainer line of OpenRLHF, whose trainers have no callbacks of transformers."""
 
-    exact = False  # some versions have more
     replaced = ("concatenated_forward", "save_logs_and_checkpoints")
     path = ("concatenated_forward",)
 

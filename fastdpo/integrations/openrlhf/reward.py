@@ -14,14 +14,18 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.reward_head import RewardHead, labels_at
 from ...reasons import Reason
-from ..admission.evidence import first_difference
 from .line import OpenRLHFLine, strategy_unsupported_reason
 
 if TYPE_CHECKING:
     from openrlhf.trainer.rm_trainer import RewardModelTrainer
 
-_MODEL_PARAMETERS = {
-    "_get_reward_model": ["base_pretrained_model", "base_llm_model", "value_head_prefix", "packing_samples"]
+_PARAMETERS = {
+    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "..."],
+    "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "..."],
+    "save_logs_and_checkpoints": ["self", "..."],
+    "openrlhf.models.model:_get_reward_model": [
+        *("base_pretrained_model", "base_llm_model", "value_head_prefix", "packing_samples", "..."),
+    ],
 }
 
 
@@ -53,19 +57,9 @@ class _ValueHead(RewardHead):
 
 
 class OpenRLHFRewardLine(OpenRLHFLine):
-    parameters = MappingProxyType(
-        {
-            "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask"],
-            "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask"],
-            "save_logs_and_checkpoints": ["self"],
-        }
-    )
+    parameters = _PARAMETERS
+    relies_on = ("concatenated_forward",)
     rewards = _ValueHead()
-
-    def unsupported_reason(self) -> Reason | None:
-        from openrlhf.models import model
-
-        return super().unsupported_reason() or first_difference(model, _MODEL_PARAMETERS, exact=False)
 
     def models(self, trainer: RewardModelTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model}

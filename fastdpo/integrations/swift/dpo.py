@@ -12,7 +12,7 @@ from typing import Any
 
 from ...models.calls import counting_calls_as
 from ..scored_rows import ScoredRows
-from .line import SwiftLine
+from .line import SCORES, SwiftLine
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
@@ -22,6 +22,7 @@ _PARAMETERS = {
 
 class SwiftDPOLine(SwiftLine):
     parameters = _PARAMETERS
+    relies_on = ("concatenated_forward", *SCORES)
     replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
 

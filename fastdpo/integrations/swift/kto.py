@@ -21,7 +21,7 @@ from ..bypass import is_overridden
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows, equal_when_merged, merged, parts_of
 from ..trl.fused_logits import FusedLogits
-from .line import SwiftLine
+from .line import SCORES, SwiftLine
 
 _COMPLETIONS, _KL = "completion_", "KL_completion_"
 """What the names of the entries of a batch begin with."""
@@ -38,6 +38,7 @@ _PARAMETERS = {
 
 class SwiftKTOLine(SwiftLine):
     parameters = _PARAMETERS
+    relies_on = (*_PARAMETERS, *SCORES)
     replaced = ("forward", "_get_model_kwargs", "_compute_kl_logps", "get_batch_logps")
     path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
 

@@ -23,6 +23,10 @@ from .batches import OutputOfRows, inputs_of
 T = TypeVar("T")
 
 
+SCORES = ("get_per_token_logps", "_packed_sequence_sum", "get_cu_seqlens", "prepare_logits_to_keep")
+"""What the functions that score batches call in ms-swift."""
+
+
 class SwiftLine(TrainerLine):
     """One trainer line of ms-swift."""
 

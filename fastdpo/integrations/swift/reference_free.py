@@ -14,7 +14,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ...reasons import Reason
-from ..admission import evidence
 from ..admission.versions import unsupported_version_reason
 from ..bypass import is_overridden
 from ..trl.reference_free import results_of
@@ -33,12 +32,13 @@ class SwiftReferenceFreeLine(SwiftLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
+    relies_on = ("concatenated_forward",)
     replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
         reason = super().unsupported_reason()
-        if reason is None and evidence.is_newer(self.trainer_class()):
+        if reason is None and self.is_newer:
             version = importlib.metadata.version("trl")
             if version not in SpecifierSet(_TRL):
                 return unsupported_version_reason("trl", version, [_TRL])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -17,9 +17,6 @@ from ...logs import warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ...reasons import Reason
-from ..admission import evidence
-from ..admission.evidence import field_difference, signature_difference
 from ..collating import REPLACED, with_packed_batches
 from ..line import arguments_of
 from ..lines import DPO
@@ -38,16 +35,22 @@ PARAMETERS = {
     "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
 }
-_PARAMETERS = {"compute_ref_log_probs": ["self", "model", "inputs"], **PARAMETERS}
-_INIT_PARAMETERS = [
-    *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
-]
 RELIES_ON = (*STEPS, *dealing.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call")
-"""The functions that `max_tokens` relies on in trainers of preferences (see `TrainerLine.relies_on`)."""
+"""The functions that `max_tokens` relies on in trainers of preferences (see `TrainerLine.options_rely_on`)."""
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 """The values of `loss_type` with which a loss is not a mean over pairs."""
-_COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
+_PARAMETERS = {
+    **PARAMETERS,
+    "__init__": [
+        *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+        *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config", "..."),
+    ],
+    "compute_ref_log_probs": ["self", "model", "inputs"],
+    ":DataCollatorForPreference.__init__": [
+        *("self", "pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"),
+    ],
+    ":DataCollatorForPreference.torch_call": ["self", "examples"],
+}
 
 
 class RewrittenDPOLine(PaddedBudgetLine):
@@ -57,6 +60,12 @@ class RewrittenDPOLine(PaddedBudgetLine):
     columns = COLUMNS
     entries = frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES})
     fields = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+    options_rely_on = MappingProxyType(
+        {
+            "max_tokens": (*RELIES_ON, "_compute_loss", "compute_ref_log_probs"),
+            "precompute_ref_log_probs": precompute.RELIES_ON,
+        }
+    )
     replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
 
     def replace(self) -> None:
@@ -75,12 +84,12 @@ class RewrittenDPOLine(PaddedBudgetLine):
         return nullcontext()
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        """With batches that are packed for the labels that `_compute_loss` makes of them, if it was tested. With
-        `max_tokens`, their pairs are dealt to the ranks.
+        """With batches that are packed for the labels that a tested `_compute_loss` makes of them. With `max_tokens`,
+        their pairs are dealt to the ranks.
         """
         if self.budget_of(trainer) is not None:
             return self.dealt(trainer, stock(trainer, *args, **kwargs))
-        if not evidence.is_tested(self.trainer_class()._compute_loss):
+        if self.is_newer:
             return stock(trainer, *args, **kwargs)
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
@@ -92,7 +101,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
     def _precompute_ref_logps(
         self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if not precompute.is_supported(trainer, dataset):
+        if not precompute.is_supported(trainer, dataset, self.changed_code(precompute.RELIES_ON)):
             return stock(trainer, dataset, name, batch_size, *args, **kwargs)
         return precompute.with_precomputed_logps(trainer, dataset, name, batch_size)
 
@@ -169,15 +178,5 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
-    relies_on = MappingProxyType({"max_tokens": RELIES_ON})
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     images = True
-
-    def unsupported_reason(self) -> Reason | None:
-        collator = getattr(self.module(), "DataCollatorForPreference", None)
-        return (
-            super().unsupported_reason()
-            or signature_difference(self.trainer_class(), "__init__", _INIT_PARAMETERS, exact=False)
-            or signature_difference(collator, "torch_call", ["self", "examples"])
-            or field_difference(cast(type, collator), _COLLATOR_FIELDS)
-        )

@@ -18,7 +18,6 @@ from ...models import forward
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..admission.evidence import first_difference, signature_difference
 from ..line import liger_reason
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
@@ -26,15 +25,19 @@ from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
 from .fused_logits import replace_functions
 from .max_tokens.budget import Scores
 
-_INIT_PARAMETERS = [
-    *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    *("compute_metrics", "callbacks", "optimizers"),
-]
+_PARAMETERS = {
+    **PARAMETERS,
+    "__init__": [
+        *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+        *("compute_metrics", "callbacks", "optimizers", "..."),
+    ],
+    ":selective_log_softmax": ["logits", "index", "..."],
+}
 _TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"]
 
 
 class LogitsDPOLine(RewrittenDPOLine):
-    parameters = PARAMETERS
+    parameters = _PARAMETERS
     path = ("compute_loss", "_compute_loss")
 
     def unsupported_reason(self) -> Reason | None:
@@ -45,12 +48,7 @@ class LogitsDPOLine(RewrittenDPOLine):
         parameters = {"compute_ref_log_probs": ["self", *(("model",) if since_1_9 else ()), "inputs"]}
         if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29
             parameters["_truncate_inputs"] = _TRUNCATE_PARAMETERS
-        return (
-            super().unsupported_reason()
-            or first_difference(trainer, parameters)
-            or signature_difference(trainer, "__init__", _INIT_PARAMETERS, exact=False)
-            or signature_difference(self.module(), "selective_log_softmax", ["logits", "index"], exact=False)
-        )
+        return super().unsupported_reason() or self.signature_difference(parameters)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return liger_reason(arguments.get("args"))

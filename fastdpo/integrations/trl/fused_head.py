@@ -15,8 +15,6 @@ from ...models.parts import text_config
 from ...models.scoring import router_loss
 from ...models.state import ScoredBatch
 from ...reasons import Reason
-from ..admission import evidence
-from ..admission.evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
 from ..shortcuts import disable_gradient_checkpointing, is_peft_model
@@ -24,9 +22,14 @@ from ..shortcuts import disable_gradient_checkpointing, is_peft_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
-_STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-_OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
+_STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_PARAMETERS = {
+    ":add_fused_lm_head": ["model", "temperature", "cast_lm_head_to_fp32", "outputs"],
+    # A call whose output holds a field that a newer version has added falls back.
+    "trl.trainer.utils:FusedCausalLMOutput.__init__": [
+        *("self", "loss", "log_probs", *_STATISTICS, "label_mask", "aux_loss"),
+    ],
+}
 
 
 class FusedHeadLine(TrainerLine):
@@ -38,24 +41,16 @@ class FusedHeadLine(TrainerLine):
         leaves_models: whether models stay as TRL prepares them, while a trainer is created that is left unpatched.
     """
 
-    module_replaced = ("add_fused_lm_head",)
     kind_without_gradient: ClassVar[str] = "policy"
     images: ClassVar[bool] = False
     leaves_models: bool = False
 
     def unsupported_reason(self) -> Reason | None:
-        from trl.trainer import utils
-
-        # Fields that a newer version adds have defaults, as all have. A call whose output holds one is not fused.
-        may_have_more = evidence.is_newer(utils.FusedCausalLMOutput)
-        return (
-            super().unsupported_reason()
-            or signature_difference(self.module(), "add_fused_lm_head", _PARAMETERS)
-            or field_difference(utils.FusedCausalLMOutput, _OUTPUT_FIELDS, may_have_more=may_have_more)
-        )
+        return self.signature_difference(_PARAMETERS) or super().unsupported_reason()
 
     def replace(self) -> None:
         super().replace()
+        self.replacements.wrap(self.module(), "add_fused_lm_head", self.add_fused_lm_head)
         for function in (is_peft_model, disable_gradient_checkpointing):
             if hasattr(self.module(), function.__name__):
                 self.replacements.wrap(self.module(), function.__name__, function)

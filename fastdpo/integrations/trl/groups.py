@@ -31,6 +31,7 @@ from .max_tokens.budget import STEPS, Batch, BudgetLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
+    ":use_adapter": ["model", "adapter_name"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
@@ -65,9 +66,10 @@ class GroupLine(BudgetLine, FusedHeadLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
-    module_parameters = MappingProxyType({"use_adapter": ["model", "adapter_name"]})
-    module_replaced = ("add_fused_lm_head", "use_adapter")
-    relies_on = MappingProxyType({"max_tokens": (*STEPS, *_GENERATIONS)})
+    replaced = (":use_adapter",)
+    options_rely_on = MappingProxyType(
+        {"max_tokens": (*STEPS, *_GENERATIONS, "compute_loss", "_compute_loss", _SCORES)}
+    )
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
     replaced_with_budget = (*BudgetLine.replaced_with_budget, _SCORES)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ..admission import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
@@ -48,7 +47,7 @@ _PARAMETERS = {
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
     "training_step": ["self", "args", "kwargs"],
 }
-_RUNS_THE_REFERENCE = ("compute_ref_log_probs", "_compute_kl_logps", "_compute_loss")
+_LOSS = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
 _KL_ROWS = tuple(f"KL_{name}" for name in _ROWS)
 _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
@@ -56,7 +55,9 @@ _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 class KTOLine(PaddedBudgetLine, FusedHeadLine):
     parameters = _PARAMETERS
-    relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForUnpairedPreference.torch_call")})
+    options_rely_on = MappingProxyType(
+        {"max_tokens": (*STEPS, *_LOSS, ":DataCollatorForUnpairedPreference.torch_call")}
+    )
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
@@ -66,7 +67,7 @@ class KTOLine(PaddedBudgetLine, FusedHeadLine):
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
     ) -> Any:
         with counting_calls_as("reference"):
-            if not _merges(trainer, model, inputs):
+            if self.is_newer or not _merges(trainer, model, inputs):
                 return stock(trainer, model, inputs, *args, **kwargs)
             with temporarily(trainer, calculate_KL=False):
                 logps, _ = stock(trainer, model, _merged(inputs))
@@ -90,7 +91,8 @@ class KTOLine(PaddedBudgetLine, FusedHeadLine):
                     return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
             reference = reference_of(trainer)
             overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
-            if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):
+            calls_twice = trainer.precompute_ref_logps or self.is_newer or overridden
+            if calls_twice or not _merges(trainer, reference, inputs):
                 return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
             logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
             with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
@@ -138,8 +140,6 @@ class KTOLine(PaddedBudgetLine, FusedHeadLine):
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
     """Whether the two calls of the reference for a batch can be one fused call with equal results."""
     if vars(trainer).get(STATE) is None or not trainer.calculate_KL:
-        return False
-    if not all(evidence.is_tested(getattr(type(trainer), name)) for name in _RUNS_THE_REFERENCE):
         return False
     if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
         return False

@@ -38,6 +38,7 @@ _PARAMETERS = {
 
 class OnlineDPOLine(TrainerLine):
     parameters = _PARAMETERS
+    relies_on = ("_forward",)
     replaced = ("training_step", "_forward")
     path = ("training_step", "_forward")
 

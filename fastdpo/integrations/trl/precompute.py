@@ -8,6 +8,7 @@ of everything that they depend on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,8 +20,6 @@ from ...models import forward, parts
 from ...models.facts import rope_limit
 from ...models.support import rope_reason
 from ...reasons import Reason
-from ..admission import evidence
-from ..admission.fingerprints import name_of
 from ..lines import DPO
 from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
@@ -38,17 +37,24 @@ ENGINE = "_precompute_engine"
 """The attribute in which TRL keeps the DeepSpeed engine of a policy that is its own reference."""
 
 
-def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
+RELIES_ON = ("_precompute_ref_logps", ":DataCollatorForPreference.torch_call")
+"""The functions that it replaces (see `TrainerLine.options_rely_on`)."""
+
+
+def is_supported(trainer: DPOTrainer, dataset: Dataset, changed: Sequence[str]) -> bool:
     """Whether `with_precomputed_logps` can replace TRL's own pass for
     this trainer. Logs why it cannot.
+
+    `changed` are the functions that it replaces and that have other code than a tested version.
     """
     from datasets import Dataset
 
     patched = forward.is_installed(reference_of(trainer), DPO)
     if not patched or not isinstance(dataset, Dataset):  # TRL refuses streaming datasets
         return False
-    reason = Reason("transformed-rows") if has_transform(dataset) else _unsupported_reason(trainer)
-    reason = reason or _width_reason(trainer, dataset)
+    reason = Reason("changed-code", functions=", ".join(changed)) if changed else None
+    reason = reason or (Reason("transformed-rows") if has_transform(dataset) else None)
+    reason = reason or _unsupported_reason(trainer) or _width_reason(trainer, dataset)
     if reason is not None:
         report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None
@@ -57,10 +63,6 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
 def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     from trl.trainer import dpo_trainer
 
-    relied_on = (dpo_trainer.DPOTrainer._precompute_ref_logps, dpo_trainer.DataCollatorForPreference.torch_call)
-    changed = [name_of(function) for function in relied_on if not evidence.is_tested(function)]
-    if changed:
-        return Reason("changed-code", functions=", ".join(changed))
     collator = type(trainer.data_collator)
     if collator is not dpo_trainer.DataCollatorForPreference:
         return Reason("own-collator", collator=collator.__name__)

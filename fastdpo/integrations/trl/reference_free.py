@@ -36,6 +36,7 @@ class ReferenceFreeLine(TrainerLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
+    relies_on = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
 

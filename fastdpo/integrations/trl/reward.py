@@ -18,7 +18,7 @@ from .max_tokens.padded_budget import PaddedBudgetLine
 
 class RewardLine(PaddedBudgetLine):
     parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
-    relies_on = MappingProxyType({"max_tokens": RELIES_ON})
+    options_rely_on = MappingProxyType({"max_tokens": RELIES_ON})
     replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
     rows_of_unit = 2

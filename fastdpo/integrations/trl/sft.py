@@ -28,7 +28,9 @@ _PARAMETERS = {
 
 class SFTLine(PaddedBudgetLine, FusedHeadLine):
     parameters = _PARAMETERS
-    relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForLanguageModeling.torch_call")})
+    options_rely_on = MappingProxyType(
+        {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForLanguageModeling.torch_call")}
+    )
     replaced = REPLACED
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")

@@ -118,11 +118,11 @@ def verify(
             if options.verify:
                 raise
             finding = f"its first call differs from stock in {error.differences}"
-    if obstacle is not None and options.changed:
+    if obstacle is not None and options.newer:
         finding = f"its calls cannot be compared with stock ones: {obstacle}"
     elif obstacle is not None:
         report(f"{name}: not verified, {obstacle.named}")
-    return None if finding is None else Reason("changed-calls", functions=", ".join(options.changed), finding=finding)
+    return None if finding is None else Reason("changed-calls", package=options.newer, finding=finding)
 
 
 def _compare(
@@ -194,12 +194,12 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> Results:
 
 
 def _other_results(fused: FusedForward, output: Any) -> dict[str, Tensor]:
-    """What a model that scores returns next to the results of tokens, such as its loss, if its code has changed.
+    """What a model that scores returns next to the results of tokens, such as its loss, if its package is newer.
 
     A result that is new is among them.
     """
     own = ("log_probs", *fused.options.outputs)
-    return {name: x for name, x in output.items() if name not in own} if fused.options.changed else {}
+    return {name: x for name, x in output.items() if name not in own} if fused.options.newer else {}
 
 
 @contextmanager

@@ -13,49 +13,31 @@ import difflib
 import inspect
 import sys
 from pathlib import Path
-from types import FunctionType
+from typing import Any
 
-from fastdpo.integrations.admission import evidence, fingerprints, packages
-from fastdpo.integrations.admission.versions import installed_version
-from fastdpo.integrations.lines import LINES
-from tests.support.documents.tested_code import functions_of_options
+from fastdpo.integrations.admission import packages, tested_code
+from tests.support.documents.tested_code import newest_lines, relied_on
 
 
-def differing() -> dict[str, object]:
-    """The functions and constants that differ, by their names, and printed reasons of lines that are off."""
-    found: dict[str, object] = {}
-    for package in packages.PACKAGES:
-        if installed_version(package) is not None and packages.is_newer(package):
-            try:
-                found |= packages.functions_of(package)
-            except ImportError as error:
-                print(f"{package}: {error}")
-            reason = packages.missing_reason((package,))
-            if reason is not None:
-                print(f"{package}: {reason}")
-    for line in LINES:
-        newest = next(x for x in LINES if x.trainer == line.trainer)
-        version = installed_version(line.package)
-        if line is not newest or version is None or not evidence.has_tested(line.package):
-            continue
-        evidence.set_newer(line.package, not line.supports(version))
-        with evidence.noting() as functions:
-            try:
-                reason = line.load().unsupported_reason()
-            except (AttributeError, ImportError, RuntimeError) as error:
-                reason = f"{type(error).__name__}: {error}"
+def differing() -> dict[str, Any]:
+    """The functions that differ, by their names, and printed reasons of lines that are off."""
+    print(packages.missing_reason() or "All names are there that fastdpo relies on in the packages below trainers")
+    found = {}
+    for line in newest_lines():
+        try:
+            reason = line.unsupported_reason()
+            functions = relied_on(line)
+        except (AttributeError, ImportError, RuntimeError) as error:
+            reason, functions = f"{type(error).__name__}: {error}", {}
         if reason is not None:
-            print(f"{line.trainer}: off, {reason}")
-        for name, function in functions.items():
-            inner = fingerprints.inner(function)
-            if fingerprints.package_of(name) == line.package and isinstance(inner, FunctionType):
-                found |= fingerprints.reached(inner)
-        found |= functions_of_options(line, [line.package, *packages.newer()])
-    return {name: x for name, x in found.items() if not evidence.is_recorded(name, x)}
+            print(f"{line.name}: off, {reason}")
+        functions = {name: x for name, x in functions.items() if name.partition(".")[0] in line.newer}
+        found |= {name: functions[name] for name in tested_code.differing(functions)}
+    return found
 
 
 def source_in(directory: Path, name: str) -> str | None:
-    """The source of a function or a constant by its dotted name, from files of a directory, or None."""
+    """The source of a function by its dotted name, from files of a directory, or None."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         for file in (directory.joinpath(*parts[:i]).with_suffix(".py"), directory.joinpath(*parts[:i], "__init__.py")):
@@ -66,15 +48,10 @@ def source_in(directory: Path, name: str) -> str | None:
 
 def _definition(node: ast.AST, parts: list[str]) -> str | None:
     for part in parts:
-        node = next((x for x in getattr(node, "body", ()) if part in _names_of(x)), None)
+        node = next((x for x in getattr(node, "body", ()) if getattr(x, "name", None) == part), None)
         if node is None:
             return None
     return ast.unparse(node)
-
-
-def _names_of(node: ast.stmt) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [getattr(node, "name", ""), *(x.id for x in targets if isinstance(x, ast.Name))]
 
 
 def normal_form(source: str) -> list[str]:
@@ -92,17 +69,15 @@ def normal_form(source: str) -> list[str]:
 
 def main(directory: Path | None) -> None:
     differences = differing()
-    for name, value in differences.items():
-        tested = None if directory is None else source_in(directory, name)
-        if isinstance(value, FunctionType):
-            now = fingerprints.source_of(value)
-        else:
-            now = f"{name.rpartition('.')[2]} = {value!r}"
-        print(f"\n{name}: {'new' if name not in evidence.tested() else 'differs'}")
-        if tested is not None:
-            lines = difflib.unified_diff(normal_form(tested), normal_form(now), "tested", "installed", lineterm="")
-            print("\n".join(lines))
-    print(f"\n{len(differences)} functions and constants differ from the tested ones")
+    for name, function in differences.items():
+        state = "missing" if function is None else "differs" if name in tested_code.hashes() else "new"
+        print(f"\n{name}: {state}")
+        inner = inspect.unwrap(function) if function is not None else None
+        tested = directory and inner and source_in(directory, f"{inner.__module__}.{inner.__qualname__}")
+        if tested:
+            texts = normal_form(tested), normal_form(inspect.getsource(inner))
+            print("\n".join(difflib.unified_diff(*texts, "tested", "installed", lineterm="")))
+    print(f"\n{len(differences)} functions differ from the tested ones")
 
 
 if __name__ == "__main__":

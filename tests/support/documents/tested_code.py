@@ -1,4 +1,4 @@
-"""Records the functions that trainer lines rely on, in the newest versions that are tested.
+"""Records the code that trainer lines rely on, in the newest versions that are tested.
 
     python -m tests.support.documents.tested_code
 
@@ -9,54 +9,49 @@ tests/openrlhf/stand_ins is on the path.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from types import FunctionType
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-from fastdpo.integrations.admission import evidence, fingerprints, packages
+from fastdpo.integrations.admission import packages, tested_code
 from fastdpo.integrations.admission.versions import installed_version
-from fastdpo.integrations.lines import LINES, Line
-from fastdpo.integrations.options import specific_options
+from fastdpo.integrations.line import TrainerLine
+from fastdpo.integrations.lines import LINES
 
 
-def found() -> dict[str, list[str]]:
-    """The hashes of what lines rely on in installed packages, by the names of functions and constants."""
-    hashes = {}
-    for package, relied_on in packages.PACKAGES.items():
-        if installed_version(package) == relied_on.tested:
-            hashes |= {name: hashes_of(name, x) for name, x in packages.functions_of(package).items()}
+def newest_lines() -> Iterator[TrainerLine]:
+    """The newest line of each trainer whose package is installed, in a version that is not older."""
     for line in LINES:
-        newest = next(x for x in LINES if x.trainer == line.trainer)
+        is_newest = line is next(x for x in LINES if x.trainer == line.trainer)
         version = installed_version(line.package)
-        if line is newest and version is not None and line.supports(version):
-            with evidence.noting() as functions:
-                assert line.load().unsupported_reason() is None
-            for name, function in functions.items():
-                if fingerprints.package_of(name) == line.package:
-                    reach = fingerprints.reached(fingerprints.inner(function))
-                    hashes |= {each: hashes_of(each, value) for each, value in reach.items()}
-            tested = [line.package, *(x for x, y in packages.PACKAGES.items() if installed_version(x) == y.tested)]
-            hashes |= {name: hashes_of(name, x) for name, x in functions_of_options(line, tested).items()}
+        if is_newest and version is not None and (line.supports(version) or line.precedes(version)):
+            yield line.load()
+
+
+def relied_on(line: TrainerLine) -> dict[str, Any]:
+    """All functions that a line relies on, by their full names."""
+    return line.code_of([*line.relies_on, *chain.from_iterable(line.options_rely_on.values())])
+
+
+def found() -> dict[str, str | None]:
+    """The hashes of the functions that lines rely on, by their names, of packages in their newest tested versions."""
+    tested = {name for name, x in packages.PACKAGES.items() if installed_version(name) == x.tested}
+    hashes = {}
+    for line in newest_lines():
+        recorded = tested if line.is_newer else {*tested, line.package}
+        functions = relied_on(line).items()
+        hashes |= {name: tested_code.hash_of(x) for name, x in functions if name.partition(".")[0] in recorded}
     return hashes
 
 
-def functions_of_options(line: Line, of_packages: Collection[str]) -> dict[str, Any]:
-    """The functions of some packages that options of a trainer rely on, by their names."""
-    functions = (x for option in specific_options(line.trainer) for x in line.load().relied_on(option))
-    return {fingerprints.name_of(x): x for _, package, x in functions if package in of_packages and x is not None}
-
-
-def hashes_of(name: str, value: object) -> list[str]:
-    """What is recorded of a function or a constant: the hash of what it does, and that of its text."""
-    if not isinstance(value, FunctionType):
-        return [fingerprints.text_hash(value)]
-    code = fingerprints.code_hash(value)
-    assert code is not None, name
-    return [code, fingerprints.text_hash(value)]
+def main() -> None:
+    hashes = found()
+    replaced = {name.partition(".")[0] for name in hashes}
+    if "trl" not in replaced:  # whose lines rely on all that is recorded of the packages below trainers
+        replaced -= packages.PACKAGES.keys()
+    kept = {name: x for name, x in tested_code.hashes().items() if name.partition(".")[0] not in replaced}
+    tested_code.PATH.write_text(json.dumps(kept | hashes, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    package = {fingerprints.package_of(name) for name in found()}
-    kept = {name: x for name, x in evidence.tested().items() if fingerprints.package_of(name) not in package}
-    lines = [f"  {json.dumps(name)}: {json.dumps(hashes)}" for name, hashes in sorted({**kept, **found()}.items())]
-    evidence.TESTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    main()

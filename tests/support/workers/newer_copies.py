@@ -7,10 +7,9 @@ the trainer before it, and with the package's metadata. The result is saved in i
 import gc
 import logging
 import os
-import re
 import sys
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
@@ -19,17 +18,10 @@ import torch
 import transformers.trainer  # noqa: F401
 
 
-def trl_dpo(directory: Path):
-    from tests.support.trl.dpo import tiny_model, train
+def trl(name: str, directory: Path):
+    from tests.support.workers.trainings import TRAIN, model_of
 
-    return train(directory, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
-
-
-def trl_sft(directory: Path):
-    from tests.support.trl.dpo import tiny_model
-    from tests.support.trl.sft import train_sft
-
-    return train_sft(directory, tiny_model(seed=0), evaluate=6)
+    return TRAIN[name](directory, model_of(name, 0), model_of(name, 1), evaluate=6)
 
 
 def llamafactory_dpo(directory: Path):
@@ -53,8 +45,7 @@ def swift_dpo(directory: Path):
 
 
 TRAIN = {
-    "trl.DPOTrainer": trl_dpo,
-    "trl.SFTTrainer": trl_sft,
+    **{name: partial(trl, name) for name in (f"trl.{x}Trainer" for x in ("DPO", "Reward", "KTO", "SFT", "GRPO"))},
     "llamafactory.DPOTrainer": llamafactory_dpo,
     "openrlhf.DPOTrainer": openrlhf_dpo,
     "swift.DPOTrainer": swift_dpo,
@@ -62,13 +53,9 @@ TRAIN = {
 
 
 def train_copy(trainer: str, copy: Path) -> None:
-    """Trains with a copy, as it is and patched, and saves both runs, the report and what was logged.
-
-    Also saved are the names of the functions that were parsed.
-    """
+    """Trains with a copy, as it is and patched, and saves both runs, the report and what was logged."""
     sys.path.insert(0, str(copy))
     import fastdpo
-    from fastdpo.integrations.admission import fingerprints
     from fastdpo.integrations.patching import examine
 
     messages: list[str] = []
@@ -81,16 +68,13 @@ def train_copy(trainer: str, copy: Path) -> None:
         steps = getattr(record, "steps", len(record.gradients))
         return dict(logs=record.logs, gradients=record.gradients, calls=record.calls, steps=steps)
 
-    stock, parsed = run("stock"), []
+    stock = run("stock")
     package = trainer.partition(".")[0]
     assert Path(sys.modules[package].__file__).is_relative_to(copy)
-    normalized = fingerprints.normalized
-    with mock.patch.object(fingerprints, "normalized", lambda source: parsed.append(source) or normalized(source)):
-        (seam,) = examine(trainer).seams
-        fastdpo.patch(*([trainer] if seam.on else []))
+    (seam,) = examine(trainer).seams
+    fastdpo.patch(*([trainer] if seam.on else []))
     patched = run("patched")
     result = {"stock": stock, "patched": patched, "report": str(seam), "messages": messages}
-    result["parsed"] = [re.search(r"def (\w+)", source)[1] for source in parsed]
     torch.save(result, copy / "result.pt")
 
 

@@ -41,7 +41,7 @@ STEPS = (
     *(f"transformers.trainer:Trainer.{name}" for name in ("get_batch_samples", "_get_num_items_in_batch")),
     *(f"accelerate.accelerator:Accelerator.{name}" for name in ("backward", "no_sync")),
 )
-"""The functions that make steps of batches (see `TrainerLine.relies_on`)."""
+"""The functions that make steps of batches (see `TrainerLine.options_rely_on`)."""
 
 Scores = dict[str, Tensor]
 """What models have returned for rows that TRL's loss reads, by name: [R, W] each, or [N] for their units."""

@@ -20,7 +20,7 @@ from ....data.columns import column_names, read_columns
 RELIES_ON = tuple(
     f"accelerate.data_loader:BatchSamplerShard.{name}" for name in ("_iter_with_no_split", "_iter_with_split")
 )
-"""The functions that draw the batches of a rank (see `TrainerLine.relies_on`)."""
+"""The functions that draw the batches of a rank (see `TrainerLine.options_rely_on`)."""
 
 
 def deal(loader: Any, columns: Sequence[str], accumulation: int) -> None:

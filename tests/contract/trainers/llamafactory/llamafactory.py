@@ -115,13 +115,15 @@ COPIES = {
     "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
     "logits in the loss": [(TRAINER, "return losses.mean(), ", "return losses.mean() + policy_chosen_logits.mean(), ")],
 }
-NEWER = f"{NAME} (0.9.6): on, provisionally: newer than the tested versions, llamafactory==0.9.5, "
+NEWER = (
+    f"{NAME} (0.9.6): on, provisionally: newer than the tested versions, llamafactory==0.9.5: "
+    "its first calls are compared with stock ones"
+)
 OFF = f"{NAME} (0.9.6): off, it is newer than the tested versions, in which other code stands for "
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same where it is compared",
-    "another loss": f"{NEWER}where llamafactory.train.dpo.trainer.CustomDPOTrainer.compute_preference_loss differs: "
-    "its first calls are compared with stock ones",
-    "other positions": f"{OFF}llamafactory.train.trainer_utils.get_batch_logps [changed-code]",
+    "unchanged": NEWER,
+    "another loss": NEWER,
+    "other positions": f"{OFF}llamafactory.train.dpo.trainer.get_batch_logps [changed-code]",
     "logits in the loss": f"{OFF}llamafactory.train.dpo.trainer.CustomDPOTrainer.get_batch_loss_metrics [changed-code]",
 }
 OF_BOTH = {"an unsupported model": BLOOM, "labels at padding": dict(ignore_pad_token_for_loss=False)}

@@ -80,12 +80,14 @@ COPIES = {
     "other positions": [(TRAINER, "mask[:source_len] = False", "mask[: source_len + 1] = False")],
     "another actor": [(ACTOR, LABELS, LABELS.replace("(output", "(1.25 * output"))],
 }
-NEWER = f"{NAME} (0.12.0): on, provisionally: newer than the tested versions, openrlhf>=0.9.10,<0.12, "
+NEWER = (
+    f"{NAME} (0.12.0): on, provisionally: newer than the tested versions, openrlhf>=0.9.10,<0.12: "
+    "its first calls are compared with stock ones"
+)
 OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, in which other code stands for "
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same where it is compared",
-    "another loss": f"{NEWER}where openrlhf.trainer.dpo_trainer.DPOTrainer.evaluate differs: its first calls are "
-    "compared with stock ones",
+    "unchanged": NEWER,
+    "another loss": NEWER,
     "other positions": f"{OFF}openrlhf.trainer.dpo_trainer.DPOTrainer._get_batch_logps [changed-code]",
     "another actor": f"{OFF}openrlhf.models.actor.Actor.forward [changed-code]",
 }

@@ -162,13 +162,15 @@ COPIES = {
     "another loss": [(TRAINER, "return losses, chosen_rewards, ", "return 1.5 * losses, chosen_rewards, ")],
     "other positions": [(MIXIN, MASK, OTHER_MASK)],
 }
-NEWER = f"{NAME} (4.7.0): on, provisionally: newer than the tested versions, ms-swift>=4.6,<4.7, "
+NEWER = (
+    f"{NAME} (4.7.0): on, provisionally: newer than the tested versions, ms-swift>=4.6,<4.7: "
+    "its first calls are compared with stock ones"
+)
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same where it is compared",
-    "another loss": f"{NEWER}where swift.rlhf_trainers.dpo_trainer.DPOTrainer.dpo_loss differs: its first calls are "
-    "compared with stock ones",
+    "unchanged": NEWER,
+    "another loss": NEWER,
     "other positions": f"{NAME} (4.7.0): off, it is newer than the tested versions, in which other code stands for "
-    "swift.rlhf_trainers.rlhf_mixin.RLHFTrainerMixin.get_per_token_logps [changed-code]",
+    "swift.rlhf_trainers.dpo_trainer.DPOTrainer.get_per_token_logps [changed-code]",
 }
 LOSSES_OF_DPO = {f"loss {x}": (dict(loss_type=x, max_steps=2), dict(policy=2, reference=2)) for x in LOSSES}
 IN_LAYOUTS_OF_DPO = in_each_layout(LOSSES_OF_DPO | OPTIONS_OF_DPO, LAYOUTS)
