@@ -41,7 +41,7 @@ WHEEL := .venv-wheel
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
-	bench bench-llamafactory bench-ops bench-gpu gpu-wheels gpu-flash-attn clean
+	bench bench-llamafactory bench-gpu gpu-wheels gpu-flash-attn clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -185,7 +185,7 @@ test-next:
 	$(PYTHON) -m venv $(NEXT)
 	$(NEXT)/bin/pip install --quiet "$(TORCH_NEXT)" || $(NEXT)/bin/pip install --quiet "$(TORCH)"
 	$(NEXT)/bin/pip install --quiet --pre trl transformers accelerate peft datasets
-	$(NEXT)/bin/pip install --quiet -e . "pytest>=9" "pytest-benchmark>=5" hypothesis tabulate pillow
+	$(NEXT)/bin/pip install --quiet -e . "pytest>=9" hypothesis tabulate pillow
 	$(NEXT)/bin/pip install --quiet --no-deps --target $(NEXT)/tested $(TESTED_VERSIONS)
 	$(NEXT)/bin/pip freeze | grep -E "^(torch|triton|trl|transformers|accelerate|peft|datasets)="
 	$(NEXT)/bin/python -m tests.support.documents.changed_code $(NEXT)/tested
@@ -232,7 +232,7 @@ site: export NO_MKDOCS_2_WARNING := 1
 site: $(SITE)/.ready
 	$(SITE)/bin/mkdocs build
 
-SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo accumulated reward vision head loss attention host memory scaling
+SUITES ?= step hybrid evaluation precompute online kto grpo accumulated reward vision head loss attention host memory
 
 # With Liger, two of whose heads run on a CPU.
 bench: export PYTHONPATH := $(abspath $(LIGER)):$(PYTHONPATH)
@@ -240,11 +240,6 @@ bench: $(READY) $(LIGER)
 	status=0; for suite in $(SUITES); do \
 		$(BIN)/python -m benchmarks.run --suite $$suite --json out/$$suite.json $(ARGS) || status=1; \
 	done; exit $$status
-
-bench-ops: $(READY)
-	mkdir -p out
-	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group \
-		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
 # On a machine with a GPU, with the Python that is installed there. If the tests of the ops fail, no suite is timed, nor
 # is the first step. The accuracy is measured in any case, and one failing step makes the exit status non-zero. With GPU_DEVICE=cpu and
@@ -310,8 +305,7 @@ endef
 triton_for = $$($(1)/bin/python -c "import torch; print(end='' if torch.version.cuda or torch.version.hip else '-c constraints/cpu.txt')")
 
 # Installs under the constraints of a file: the build of torch that is there, pytest, and what the line goes on with.
-install_in = $(1)/bin/pip install --quiet -c constraints/$(2).txt $(call triton_for,$(1)) "$(TORCH)" setuptools "pytest>=9" \
-	"pytest-benchmark>=5"
+install_in = $(1)/bin/pip install --quiet -c constraints/$(2).txt $(call triton_for,$(1)) "$(TORCH)" setuptools "pytest>=9"
 
 $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(VENV))

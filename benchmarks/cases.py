@@ -115,7 +115,6 @@ class Suite:
         rounds: number of passes over the batches of a case.
         share_process_on_gpu: whether the sides run in one process on a GPU. Only for sides that
             change no state outside of themselves.
-        extra_summary: what the suite adds to its summary, computed from the cases of the JSON.
         descriptions: one sentence for each side: what it runs.
     """
 
@@ -125,5 +124,4 @@ class Suite:
     cases: Callable[[bool], list[Case]]
     rounds: int
     share_process_on_gpu: bool = False
-    extra_summary: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda cases: {}
     descriptions: Mapping[str, str] = field(default_factory=dict, hash=False)

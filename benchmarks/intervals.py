@@ -1,4 +1,4 @@
-"""Medians, ratios and geometric means with bootstrap intervals, and exponents of power laws.
+"""Medians, ratios and geometric means with bootstrap intervals.
 
 The cost of a side is the mean over its batches of the median of the batch's samples. Intervals are
 95 % percentile bootstrap intervals: the samples of every batch are resampled independently, with a
@@ -50,15 +50,6 @@ def geometric_mean_of_ratios(pairs: Sequence[tuple[Batches, Batches]]) -> Estima
         return np.exp(np.mean(logs, axis=0))
 
     return _bootstrap(sides, mean)
-
-
-def exponent(x: Sequence[float], y: Sequence[float]) -> Estimate:
-    """The exponent b of `y ~ x ** b`, by least squares on logarithms, with its t interval."""
-    slope, _, _, _, standard_error = map(float, stats.linregress(np.log(x), np.log(y)))
-    if len(x) < 3:
-        return Estimate(slope)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2)) * standard_error
-    return Estimate(slope, slope - half, slope + half)
 
 
 def _bootstrap(sides: Sequence[Batches], statistic: Callable[[Callable[[int], np.ndarray]], np.ndarray]) -> Estimate:

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import micro, plots, tables
+from benchmarks import plots, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,6 @@ and in the suite `step`: on a CPU it scores every position, which it does not on
 ```bash
 make bench                                    # every suite
 make bench SUITES="step head" ARGS="--quick"  # two suites in tiny sizes, to check that they run
-make bench-ops                                # single ops, by pytest-benchmark
 ```
 
 Results are written to `out/`. Copy them to `benchmarks/results` and run `python -m benchmarks.report`
@@ -54,13 +53,12 @@ SIDES = """## Sides
 
 What the sides of whole trainers run. Other sides are explained below their tables."""
 OF_TRAINERS = SUITES["step"].descriptions
-MICRO_FILE = "ops.json"
 
 Result = dict[str, Any]
 
 
 def results(directory: Path = RESULTS) -> dict[str, Result]:
-    """The committed results by suite, with the cases of the micro-benchmarks.
+    """The committed results by suite.
 
     Raises:
         ValueError: a file comes from a quick run.
@@ -70,9 +68,6 @@ def results(directory: Path = RESULTS) -> dict[str, Result]:
     for name, result in by_suite.items():
         if result["quick"]:
             raise ValueError(f"report: {name}.json must come from a full run; it was made with --quick")
-    if (directory / MICRO_FILE).exists():
-        saved = micro.read(directory / MICRO_FILE)
-        by_suite |= {name: micro.add_to(by_suite[name], saved) for name in saved["cases"] if name in by_suite}
     return by_suite
 
 
@@ -84,14 +79,10 @@ def section(result: Result, level: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
+def page(by_suite: dict[str, Result]) -> str:
     """The text of docs/notes/benchmarks.md."""
-    sections = [
-        f"{section(result, '##')}\n\n![{result['title']}](../plots/{name}.svg)" for name, result in by_suite.items()
-    ]
-    if (directory / MICRO_FILE).exists():
-        sections.append(f"## Packing\n\n{tables.packing_table(micro.read(directory / MICRO_FILE))}")
     of_trainers = "\n".join(tables.bullet(f"**{name}**: {text}") for name, text in OF_TRAINERS.items())
+    sections = (section(result, "##") for result in by_suite.values())
     return "\n\n".join([HEADER, tables.overview(by_suite), f"{SIDES}\n\n{of_trainers}", *sections]) + "\n"
 
 
@@ -123,8 +114,6 @@ def main() -> None:
     for path, content in blocks.items():
         path.write_text(fill(path.read_text(), content))
     PAGE.write_text(page(by_suite))
-    for name, result in by_suite.items():
-        plots.plot(result, PLOTS / f"{name}.svg")
     for theme in plots.THEMES:
         plots.plot_first_picture(by_suite["step"], PLOTS / f"first-{theme}.svg", theme)
     pages = ", ".join(str(path.relative_to(ROOT)) for path in (*blocks, PAGE, PLOTS))

@@ -50,14 +50,14 @@ def settings(threads: int) -> dict[str, Any]:
     }
 
 
-def resume(result: dict[str, Any], previous: dict[str, Any], suite: Suite, cases: list[Case]) -> list[Case]:
+def resume(result: dict[str, Any], previous: dict[str, Any], cases: list[Case]) -> list[Case]:
     """Copies the finished cases of a previous run into `result` and returns the remaining ones."""
     for name in RESUME_FIELDS:
         if previous[name] != result[name]:
             sys.exit(f"--resume: {name} must be {previous[name]}, as in the file; got {result[name]}")
     result["command"] = f"{previous['command']} && {result['command']}"
     result["cases"] = previous["cases"]
-    result["summary"] = summarize(suite, previous["cases"])
+    result["summary"] = summarize(previous["cases"])
     done = {case["name"] for case in previous["cases"]}
     return [case for case in cases if not done.issuperset(case.names)]
 
@@ -84,14 +84,14 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
         "cases": [],
     }
     if args.resume and args.json.exists():
-        cases = resume(result, json.loads(args.json.read_text()), suite, cases)
+        cases = resume(result, json.loads(args.json.read_text()), cases)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
             records = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
             result["cases"] += [{**record, "commit": result["commit"]} for record in records]
-            result["summary"] = summarize(suite, result["cases"])
+            result["summary"] = summarize(result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             progress.advance(task)
             for name, side in records[0]["sides"].items():
@@ -132,15 +132,6 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     result = run(SUITES[args.suite], args, console)
     console.print(tables.table(result), markup=False, soft_wrap=True)
-    for claim in result["summary"].get("claims", []):
-        style = None if claim["holds"] else "bold red"
-        verdict = "holds" if claim["holds"] else "does not hold"
-        console.print(
-            f"{claim['claim']}: {verdict} ({claim['value']:,.3g} {claim['unit']})",
-            style=style,
-            markup=False,
-            soft_wrap=True,
-        )
     console.print(f"Written: {args.json}")
     statuses = {side["status"] for case in result["cases"] for side in case["sides"].values()}
     return 1 if statuses & ERRORS else 0

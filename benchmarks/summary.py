@@ -5,20 +5,12 @@ It can be recomputed from the samples.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import intervals
-from benchmarks.cases import SUBJECT, Suite
+from benchmarks.cases import SUBJECT
 
 Record = dict[str, Any]
-
-
-class PeakReading(NamedTuple):
-    """Peak memory of a side over all samples, above the memory held after loading."""
-
-    side: str
-    options: dict[str, Any]
-    bytes: int
 
 
 def samples_by_batch(side: Record) -> list[list[float]]:
@@ -31,13 +23,13 @@ def samples_by_batch(side: Record) -> list[list[float]]:
     return [[sample["seconds"] for sample in samples if sample["batch"] == batch] for batch in batches]
 
 
-def peaks(case: Record) -> list[PeakReading]:
-    """One reading per measured side. Samples of pytest-benchmark have no peak memory."""
-    return [
-        PeakReading(name, side["options"], max(sample["peak_bytes"] for sample in side["samples"]))
+def peaks(case: Record) -> dict[str, int]:
+    """Peak bytes of each measured side over all samples, above the memory held after loading, if that was measured."""
+    return {
+        name: max(sample["peak_bytes"] for sample in side["samples"])
         for name, side in case["sides"].items()
         if side.get("samples") and "peak_bytes" in side["samples"][0]
-    ]
+    }
 
 
 def _measured(case: Record, side: str) -> bool:
@@ -87,7 +79,7 @@ def by_group(cases: list[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def summarize(suite: Suite, cases: list[Record]) -> Record:
+def summarize(cases: list[Record]) -> Record:
     """Per case the medians, peaks and ratios to fastdpo; per group the means of the ratios."""
     case_summaries = {
         case["name"]: {
@@ -96,10 +88,10 @@ def summarize(suite: Suite, cases: list[Record]) -> Record:
                 for name, side in case["sides"].items()
                 if side.get("samples")
             },
-            "peak_bytes": {reading.side: reading.bytes for reading in peaks(case)},
+            "peak_bytes": peaks(case),
             "times_fastdpo": ratios(case),
         }
         for case in cases
     }
     groups = {group: means for group, members in by_group(cases).items() if (means := group_means(members))}
-    return {"cases": case_summaries, "groups": groups} | suite.extra_summary(cases)
+    return {"cases": case_summaries, "groups": groups}

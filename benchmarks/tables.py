@@ -14,7 +14,6 @@ from tabulate import tabulate
 
 from benchmarks.case_runner import INCORRECT, UNAVAILABLE
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.sharing import DETERMINISTIC, PAIRS_ONLY
 from benchmarks.suites.step import (
     BUDGET,
     FLOOR,
@@ -34,8 +33,6 @@ GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
 WORK = {
     "step": "Training step",
     "hybrid": "Training step of a hybrid model",
-    "sharing": "Training step",
-    "bf16": "Training step, bfloat16",
     "evaluation": "Evaluation step",
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
@@ -117,8 +114,7 @@ STEP_NOTE = wrap(
 
 def step_table(result: Result) -> str:
     """One row per case, then the geometric means of each group."""
-    sharing_less = PAIRS_ONLY, DETERMINISTIC
-    timed = STOCK, LABELLED, SUBJECT, BUDGET, *sharing_less
+    timed = STOCK, LABELLED, SUBJECT, BUDGET
     present = {name for case in result["cases"] for name in case["sides"]}
     of_peaks = {STOCK: "shipped", LABELLED: "labelled", SUBJECT: "fastdpo"}
     of_peaks = {name: label for name, label in of_peaks.items() if name in present}
@@ -137,7 +133,6 @@ def step_table(result: Result) -> str:
                 *medians,
                 format_ratio(ratios.get(STOCK)),
                 format_ratio(ratios.get(LABELLED)),
-                *(format_ratio(ratios.get(side)) for side in sharing_less),
                 format_ratio(ratios.get(FLOOR), inverse=True),
                 "" if None in tokens else f"{tokens[0]:,.0f} / {tokens[1]:,.0f}",
                 " / ".join("-" if peak is None else f"{peak / MIB:,.0f}" for peak in peaks),
@@ -145,7 +140,7 @@ def step_table(result: Result) -> str:
         )
     for group, cases in by_group(result["cases"]).items():
         means = result["summary"]["groups"].get(group, {})
-        speedups = (format_mean(means.get(side)) for side in (STOCK, LABELLED, *sharing_less))
+        speedups = (format_mean(means.get(side)) for side in (STOCK, LABELLED))
         over_floor = format_mean(means.get(FLOOR), inverse=True)
         rows.append([mean_label(group, cases), *("" for _ in timed), *speedups, over_floor, "", ""])
     headers = [
@@ -153,8 +148,6 @@ def step_table(result: Result) -> str:
         *timed,
         "speedup over TRL as shipped",
         "speedup over labelled positions only",
-        "speedup over sharing by pairs only",
-        "speedup over prompts not shared under dropout",
         "time relative to the floor",
         "tokens, TRL / fastdpo",
         f"peak MiB, {' / '.join(of_peaks.values())}",
@@ -210,37 +203,6 @@ def gpu_table(result: Result) -> str:
     return f"{render(rows, headers)}\n\n{wrap(note)}"
 
 
-def memory_table(result: Result) -> str:
-    """Peak memory by size and by memory budget, one table per group."""
-    tables = []
-    for group, cases in by_group(result["cases"]).items():
-        sides = list(dict.fromkeys(name for case in cases for name in case["sides"]))
-        rows = []
-        for case in cases:
-            peaks = result["summary"]["cases"][case["name"]]["peak_bytes"]
-            cells = [cell(case, side, peaks, lambda peak: f"{peak / MIB:,.0f} MiB") for side in sides]
-            rows.append([case["name"].rpartition("/")[2] if group == "budget" else f"{case['facts']['x']:,}", *cells])
-        corner = "`memory_budget`" if group == "budget" else f"{group}, {cases[0]['facts']['x_name']}"
-        tables.append(render(rows, [corner, *sides]))
-    return "\n\n".join(tables)
-
-
-def scaling_table(result: Result) -> str:
-    """One row per axis."""
-    rows = []
-    for case in result["cases"]:
-        medians = result["summary"]["cases"][case["name"]]["seconds"]
-        points = [f"{x}: {cell(case, x, medians, _median)}" for x in case["sides"]]
-        fit = result["summary"]["exponents"].get(case["name"])
-        power = ""
-        if fit is not None:
-            interval = "" if fit["low"] is None else f" ({fit['low']:.2f} to {fit['high']:.2f})"
-            power = f"{fit['value']:.2f}{interval}"
-        rows.append([case["name"], case["facts"]["x_name"], power, ", ".join(points)])
-    note = "Least squares on the logarithms of the medians; parentheses hold 95 % intervals of the slope."
-    return f"{render(rows, ['axis', 'x', 'exponent of time in x', 'median time at each x'])}\n\n{note}"
-
-
 def host_table(result: Result) -> str:
     """The times of the sides, and for each case where they go."""
     tables = [sides_table(result)]
@@ -261,10 +223,8 @@ def host_table(result: Result) -> str:
 
 
 TABLES = {
-    **dict.fromkeys(("step", "hybrid", "sharing", "bf16", "reward"), step_table),
+    **dict.fromkeys(("step", "hybrid", "reward"), step_table),
     "host": host_table,
-    "memory": memory_table,
-    "scaling": scaling_table,
 }
 """Suites with a table of their own; the others use `sides_table`."""
 
@@ -297,17 +257,12 @@ def overview(results: dict[str, Result]) -> str:
             [
                 f"LM head, {group}",
                 *(format_mean(means.get(peer)) for peer in peers),
-                origins.cell(results["head"]["micro"] if group in micro_groups(results["head"]) else results["head"]),
+                origins.cell(results["head"]),
             ]
             for group, means in groups.items()
         ]
         tables.append(render(rows, ["speedup over", *peers, MEASURED_ON]))
     return "\n\n".join([*tables, wrap(origins.note())])
-
-
-def micro_groups(result: Result) -> set[str]:
-    """The groups of a suite's cases that come from the micro-benchmarks."""
-    return {case["group"] for case in result["cases"] if case.get("micro")}
 
 
 def reasons_not_measured(result: Result) -> dict[str, str | None]:
@@ -349,7 +304,7 @@ def machine_of(result: Result) -> str:
 
 def commits_of(result: Result) -> list[str]:
     """The commits that a run's own cases were measured at."""
-    own = [case.get("commit", result["commit"]) for case in result["cases"] if not case.get("micro")]
+    own = [case.get("commit", result["commit"]) for case in result["cases"]]
     return list(dict.fromkeys(short_commit(commit) for commit in own or [result["commit"]]))
 
 
@@ -424,10 +379,7 @@ def _speedups_note(results: list[Result], origins: Origins) -> str:
 def where(result: Result) -> str:
     """The command, machine, versions and commits of a run."""
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
-    text = wrap(f"`{command}` on {environment(result)}.")
-    if result.get("micro"):
-        text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
-    return text
+    return wrap(f"`{command}` on {environment(result)}.")
 
 
 def environment(result: Result) -> str:
@@ -437,10 +389,3 @@ def environment(result: Result) -> str:
     commits = commits_of(result)
     at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
     return f"{machine}; {packages}; {result['date'][:10]}, {at}"
-
-
-def packing_table(micro: Result) -> str:
-    """Median times of the micro-benchmarks that belong to no suite."""
-    rows = [[name.capitalize(), format_seconds(seconds)] for name, seconds in micro["others"].items()]
-    at = wrap(f"`make bench-ops` on {environment(micro | {'cases': []})}.")
-    return f"{render(rows, ['', 'median time'])}\n\n{at}"

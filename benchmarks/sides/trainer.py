@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -30,9 +29,7 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
-from fastdpo.integrations.replacements import temporarily
 from fastdpo.models.calls import tokens
-from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
 
 SEEN = 2
 """How often each number of tokens must be seen before all of its batches are replayed."""
@@ -78,7 +75,6 @@ def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
 def build_trainer(workload: Workload, directory: Path, attention: str, **options: Any) -> DPOTrainer:
     """A `DPOTrainer` with the default loss (sigmoid, beta 0.1). `options` are fields of `DPOConfig`."""
     quiet_datasets()
-    options = {"disable_dropout": not workload.lora_dropout, **options}
     config = DPOConfig(**trainer_options(workload, directory), **options)
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY, attention),
@@ -86,7 +82,7 @@ def build_trainer(workload: Workload, directory: Path, attention: str, **options
         args=config,
         train_dataset=Dataset.from_list(workload.examples(0)),
         processing_class=build_tokenizer(),
-        peft_config=w.lora_config(workload.lora_dropout) if workload.lora else None,
+        peft_config=w.lora_config() if workload.lora else None,
     )
     if workload.lora:
         w.fill_adapters(trainer.model)
@@ -138,9 +134,7 @@ class TrainerStep:
         workload: model and lengths.
         mode: "stock", TRL as shipped; "labelled", TRL whose head scores labelled positions only, as
             it does on CUDA; "fastdpo", patched.
-        memory_budget: option of `fastdpo.patch`, in bytes.
         share_prompts: option of `fastdpo.patch`.
-        groups: which rows may share a prefix (see `ForwardOptions`). Default: the trainer line's.
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
         layers_compiled: option `compile` of `fastdpo.patch`.
@@ -161,9 +155,7 @@ class TrainerStep:
         self,
         workload: Workload,
         mode: str,
-        memory_budget: int | None = None,
-        share_prompts: SharePrompts = True,
-        groups: Groups | None = None,
+        share_prompts: bool = True,
         attention: str = "sdpa",
         max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
@@ -181,14 +173,8 @@ class TrainerStep:
         self.fused, self.graphs = mode == "fastdpo", graphs
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
-            patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
-            if max_tokens is not None:
-                patch_options["max_tokens"] = max_tokens
-            if layers_compiled:
-                patch_options["compile"] = True
-            if graphs:
-                patch_options["graphs"] = True
-            fastdpo.patch(self.TRAINER, **patch_options)
+            given = {"max_tokens": max_tokens, "compile": layers_compiled, "graphs": graphs}
+            fastdpo.patch(self.TRAINER, share_prompts=share_prompts, **{name: x for name, x in given.items() if x})
         self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
         self.labelled = score_labelled_positions() if mode == "labelled" else None
         with TemporaryDirectory() as directory:
@@ -199,10 +185,6 @@ class TrainerStep:
         policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
         self.reference = getattr(self.trainer, "ref_model", None)  # none with adapters, and none of a RewardTrainer
         references = [] if self.reference is None else [self.reference]
-        if groups is not None:
-            for model in (policy, *references):
-                fused = vars(model)[ATTRIBUTE]
-                fused.options = fused.options._replace(groups=groups)
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.tokens_of_batches: dict[int, int] = {}  # by batch, those of its last step
 
@@ -222,22 +204,12 @@ class TrainerStep:
         return torch.cat(calls)
 
     def check(self) -> Arrays:
-        """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch.
-
-        Runs without dropout, which is random.
-        """
+        """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
         if self.options["torch_compile"] or self.graphs:
             self.count_once()
         for _ in range(SEEN if self.graphs else 0):
             self._run_all()
-        random = [module for module in self.model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
-        with ExitStack() as stack:
-            for module in random:
-                stack.enter_context(temporarily(module, p=0.0))
-            arrays = self._check()
-        if random:  # fastdpo examines a model again that has changed
-            self._run(0)
-            self.reset()
+        arrays = self._check()
         for counter in self.counters:
             counter.take()
         return arrays

@@ -82,7 +82,6 @@ class Workload:
         max_length: maximum number of tokens of a row; longer rows are truncated.
         architecture: one of `ARCHITECTURES`.
         pairs_of_prompt: number of successive pairs of a batch that have the same prompt.
-        lora_dropout: dropout of the adapters in timed steps. Numbers are compared without it.
         accumulation: number of batches that the rows of a step are cut into.
     """
 
@@ -95,7 +94,6 @@ class Workload:
     max_length: int = 3072
     architecture: str = "Llama"
     pairs_of_prompt: int = 1
-    lora_dropout: float = 0.0
     accumulation: int = 1
 
     @property
@@ -229,9 +227,9 @@ def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTr
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
-def lora_config(dropout: float = 0.0) -> LoraConfig:
+def lora_config() -> LoraConfig:
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, target_modules=projections, task_type="CAUSAL_LM")
+    return LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM")
 
 
 def fill_adapters(model: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@
 from benchmarks.suites import (
     accumulated,
     attention,
-    bf16,
     evaluation,
     grpo,
     head,
@@ -16,8 +15,6 @@ from benchmarks.suites import (
     online,
     precompute,
     reward,
-    scaling,
-    sharing,
     step,
     vision,
 )
@@ -25,8 +22,6 @@ from benchmarks.suites import (
 _MODULES = (
     step,
     hybrid,
-    sharing,
-    bf16,
     evaluation,
     precompute,
     online,
@@ -41,6 +36,5 @@ _MODULES = (
     attention,
     host,
     memory,
-    scaling,
 )
 SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}

@@ -1,4 +1,4 @@
-"""Medians, ratios and exponents, and their confidence intervals, equal known values."""
+"""Medians and ratios, and their confidence intervals, equal known values."""
 
 import numpy as np
 import pytest
@@ -42,17 +42,3 @@ def test_the_interval_of_a_ratio_narrows_with_samples():
 def test_intervals_are_reproducible():
     samples = [np.random.default_rng(0).normal(size=9)]
     assert intervals.median(samples) == intervals.median(samples)
-
-
-def test_the_exponent_of_a_power_law():
-    x = [1, 2, 4, 8]
-    assert intervals.exponent(x, [3 * value**1.5 for value in x]) == pytest.approx((1.5, 1.5, 1.5))
-    assert intervals.exponent([1, 2], [1, 4]) == (pytest.approx(2.0), None, None)
-
-
-def test_the_interval_of_an_exponent_is_a_t_interval():
-    # y = x * (1, e, 1): slope 1, residual variance (2/3) / 1, Sxx = 2 log(2)^2,
-    # t(0.975, 1) = 12.706
-    fit = intervals.exponent([1, 2, 4], [1, 2 * np.e, 4])
-    half = 12.7062 * np.sqrt((2 / 3) / (2 * np.log(2) ** 2))
-    assert fit == pytest.approx((1, 1 - half, 1 + half), rel=1e-4)

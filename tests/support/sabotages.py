@@ -24,7 +24,7 @@ from typing import NamedTuple
 from tests.support import ROOT
 
 LIST = ROOT / "tests" / "sabotages.toml"
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "out", "build", "dist", ".*_cache", ".benchmarks")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "out", "build", "dist", ".*_cache")
 SECONDS = 600
 """The time limit of the tests of one change."""
 TESTS_FAILED = 1  # pytest's exit status; errors of its command line and of collection have others
