@@ -52,7 +52,6 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     | {"ops.choice", "ops.devices", "ops.head", "ops.second_derivatives"},
     "ops.losses": {"checks", "ops.devices", "ops.head", "packing"},
     "ops.definitions": {"ops.attention", "ops.head", "ops.losses"},
-    "ops.reference": {"logs", "ops.definitions"},
     "metrics": {"checks", "ops"},
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
     "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
@@ -385,12 +384,3 @@ def test_moving_a_function_breaks_no_test():
 )
 def test_a_private_name_is_found(line):
     assert private_names(line) == {"_score_once"}
-
-
-def test_the_former_name_of_the_definitions_works_and_warns(monkeypatch, caplog):
-    monkeypatch.delitem(sys.modules, "fastdpo.ops.reference", raising=False)
-    monkeypatch.delattr(fastdpo.ops, "reference", raising=False)
-    former = fastdpo.ops.reference
-    assert importlib.import_module("fastdpo.ops.reference") is former
-    assert former.linear_logps is importlib.import_module("fastdpo.ops.definitions").linear_logps
-    assert caplog.messages == ["fastdpo: ops.reference is now fastdpo.ops.definitions"]

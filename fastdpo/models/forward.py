@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..logs import warn
 from ..reasons import Reason
 from . import batch as batches
 from . import deciding, facts, pickling, support
@@ -217,10 +216,3 @@ def _call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict
     if rewards and rewards.every_call:  # a call of any code, which may have labels of its own
         return fused.prior_forward(*args, **given)
     return prior_logits(fused, args, kwargs)
-
-
-def __getattr__(name: str) -> type:
-    if name == "Request":  # works until version 0.2
-        warn("models.forward.Request is now models.state.ForwardOptions")
-        return ForwardOptions
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,9 +6,6 @@ and controls its own memory. `fastdpo.ops.definitions` defines each of these ops
 losses are plain PyTorch over log-probabilities [P] and serve as their own definition.
 """
 
-import importlib
-from types import ModuleType
-
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import definitions
 from .attention.packed_attention import packed_attention
@@ -43,9 +40,3 @@ __all__ = [
     "token_logps",
     "wpo_weights",
 ]
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name == "reference":  # the former name of the definitions, which warns
-        return importlib.import_module(".reference", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
