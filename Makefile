@@ -82,20 +82,20 @@ test-sabotages: $(READY) $(TEST_PACKAGES)
 fuzz: $(READY)
 	FASTDPO_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
-# Ops on a CPU, with kernels that are compiled for NVIDIA architectures and executed in NumPy.
+# Before a release: ops on a CPU, with kernels that are compiled for NVIDIA architectures and executed in NumPy by
+# tools/ptx, and its own tests.
 PTX_TARGETS ?= sm80 sm90
 PTX_TESTS := tests/ops/test_token_logps.py tests/ops/test_linear_logps.py tests/ops/test_packed_attention.py \
 	-k "each_option or each_mode or a_gap_of or large_logits or special_rows or probability or (every_feature and pairs and not blocks)"
 test-ptx: $(READY)
-	$(BIN)/python -m pytest tests/kernels/executed $(ARGS)
-	status=0; for target in $(PTX_TARGETS); do \
-		$(BIN)/python -m pytest --device ptx --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
+	status=0; $(BIN)/python -m pytest tools/ptx/tests $(ARGS) || status=1; for target in $(PTX_TARGETS); do \
+		$(BIN)/python -m pytest -p tools.ptx.plugin --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
 	done; exit $$status
 
-# The kernels compiled, and executed in NumPy, by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
+# The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
 test-census: $(READY) $(OLDEST_TRITON)
 	PYTHONPATH=$(abspath $(OLDEST_TRITON)) \
-		$(BIN)/python -m pytest tests/kernels/test_census.py tests/kernels/executed $(ONCE) $(ARGS)
+		$(BIN)/python -m pytest tests/kernels/test_census.py $(ONCE) $(ARGS)
 
 # TRL before its rewrite, the newest and the oldest that is supported.
 test-legacy: test-legacy-newest test-legacy-oldest

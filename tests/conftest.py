@@ -8,9 +8,8 @@ which Triton chooses when it is imported; another version of TRL; programs; and 
 tests can share a process, in any order.
 
 The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device cpu`,
-under which a default device is set as well, with `--device interpreter` and TRITON_INTERPRET=1, which
-interprets the kernels on CPU tensors, and with `--device ptx`, which compiles the kernels for the
-architecture `--target` and executes their PTX on CPU tensors.
+under which a default device is set as well, and with `--device interpreter` and TRITON_INTERPRET=1, which
+interprets the kernels on CPU tensors.
 """
 
 import functools
@@ -35,8 +34,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "interpreter", "ptx", "cuda"), help="where ops run; cpu if not given")
-    parser.addoption("--target", default="sm90", metavar="ARCHITECTURE", help="what `--device ptx` compiles for")
+    parser.addoption("--device", choices=("cpu", "interpreter", "cuda"), help="where ops run; cpu if not given")
     parser.addoption(
         "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
     )
@@ -130,16 +128,11 @@ def pytest_sessionfinish(session):
 @pytest.fixture(autouse=True)
 def device(request, monkeypatch):
     given = request.config.getoption("device")
-    if given in ("interpreter", "ptx"):
-        monkeypatch.setenv("FASTDPO_STRICT", "1")  # a kernel that fails is an error, not replaced
     if given == "interpreter":
         from tests.support.kernels import interpreted
 
+        monkeypatch.setenv("FASTDPO_STRICT", "1")  # a kernel that fails is an error, not replaced
         interpreted.install(monkeypatch)
-    if given == "ptx":
-        from tests.support.kernels import executed
-
-        executed.install(monkeypatch, request.config.getoption("target"))
     with torch.device(given) if given in ("cpu", "cuda") else nullcontext():
         yield given or "cpu"
 

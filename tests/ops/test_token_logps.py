@@ -25,7 +25,7 @@ SHAPES = {  # draws, N, V, rows of a tile
 @pytest.fixture
 def words(device):
     """A vocabulary of one block where torch computes, and of two and a tail in kernels that run in seconds."""
-    return 67 if device in ("cpu", "ptx") else 5003
+    return 67 if device == "cpu" else 5003
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""The instructions of tests/support/kernels/ptx, each against a result that was worked out by hand."""
+"""The instructions, each against a result that was worked out by hand."""
 
 import struct
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.kernels.ptx.machine import Launch
-from tests.support.kernels.ptx.memory import Fault, GlobalMemory
-from tests.support.kernels.ptx.program import Program
+from tools.ptx.machine import Launch
+from tools.ptx.memory import Fault, GlobalMemory
+from tools.ptx.program import Program
 
 MODULE = """
 .version 8.7

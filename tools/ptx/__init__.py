@@ -21,4 +21,6 @@ known raises `NotImplementedError` with its text.
     memory.py        global and shared memory with their checks
     formats.py       types of numbers
     driver.py        the driver and the backend that make Triton launch here
+    ops.py           the ops of fastdpo, which choose kernels as on that GPU
+    plugin.py        the tests of the ops, with these kernels
 """

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.testing import error
-from tests.support.kernels import executed
-from tests.support.kernels.ptx.memory import Fault
+from tools.ptx import ops
+from tools.ptx.memory import Fault
 
 ROWS = torch.tensor(
     [[0, 0, 0, 160]], dtype=torch.int32
@@ -82,7 +82,7 @@ def test_a_planted_fault_is_noticed(name, architecture, monkeypatch):
         replaced += count
         return edited
 
-    executed.install(monkeypatch, architecture, plant)
+    ops.install(monkeypatch, architecture, plant)
     try:
         found = "nothing" if call() < 0.05 else "wrong results"
     except Fault as fault:
@@ -136,6 +136,6 @@ def test_wrong_kernels(kernel, size, noticed, launches):
 
 def test_an_unknown_instruction_raises_with_its_name(monkeypatch):
     for name in ("red.global.b32", "st.volatile.global.b32"):  # an opcode, and a modifier
-        executed.install(monkeypatch, "sm80", lambda ptx, name=name: ptx.replace("st.global.b32", name))
+        ops.install(monkeypatch, "sm80", lambda ptx, name=name: ptx.replace("st.global.b32", name))
         with pytest.raises(NotImplementedError, match=rf"unknown instruction: .*{name} "):
             _beyond_kernel[(4,)](torch.zeros(128), N=32, enable_fp_fusion=True)

@@ -1,4 +1,4 @@
-"""The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/kernels/ptx)."""
+"""The kernels, compiled for NVIDIA architectures and executed on the CPU."""
 
 from functools import partial, partialmethod
 

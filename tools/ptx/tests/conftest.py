@@ -1,13 +1,23 @@
 """Runs ops with kernels that are compiled for NVIDIA architectures and executed on the CPU."""
 
 import pytest
+import torch
 
-from tests.support.kernels import executed
+from fastdpo.ops.attention import routes
+from tools.ptx import ops
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["sm80", "sm90"])
 def architecture(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    routes.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -19,4 +29,4 @@ def _faults_are_raised(monkeypatch):
 @pytest.fixture
 def launches(architecture, monkeypatch):
     """The names of the kernels that were launched."""
-    return executed.install(monkeypatch, architecture).launches
+    return ops.install(monkeypatch, architecture).launches

@@ -1,4 +1,4 @@
-"""Runs the ops on CPU tensors with kernels compiled for an NVIDIA architecture, executed by `ptx`."""
+"""Runs the ops on CPU tensors with kernels compiled for an NVIDIA architecture, executed in NumPy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from fastdpo.ops import devices
 from fastdpo.ops.attention import triton_backend
-from tests.support.kernels.ptx.driver import PTXDriver
-from tests.support.kernels.ptx.driver import install as install_driver
+from tools.ptx.driver import PTXDriver
+from tools.ptx.driver import install as install_driver
 
 
 def install(monkeypatch, name: str, edit: Callable[[str], str] | None = None) -> PTXDriver:
