@@ -74,6 +74,7 @@ OTHERS = (
     *("models that a trainer stores elsewhere", "losses of other trainers"),
     *("tokens that are learned", "tokens that are learned once"),
     "parameters written to modules",
+    *("policies that run without gradients", "models that torch.compile has wrapped"),
     "ranks choose alike",
 )
 """Capabilities that no table of the documentation lists by these names."""
