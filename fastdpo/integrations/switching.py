@@ -100,8 +100,8 @@ def set_adapter(model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Non
 class _Switch:
     """Switches adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
 
-    What PEFT sets depends on the layers, which stay the same for as long as the model does, on which adapters are to be
-    active, and on nothing that was set before. So it is set again without PEFT for the same active adapters.
+    What PEFT sets depends on the layers and on which adapters are active in them, both of which stay the same for as
+    long as the identity of the model does, and on nothing that was set before. So it is set again without PEFT.
 
     Args:
         layers: those with adapters.
@@ -117,19 +117,17 @@ class _Switch:
 
     def enable(self, enabled: bool = True) -> None:
         """Enables or disables all adapters."""
-        active = [layer.active_adapters for layer in self._remembered]
-        way = tuple(map(tuple, active)) if enabled else None
-        if self._repeat(way):
-            for layer, names in zip(self._remembered, active, strict=True):
+        if self._repeat(enabled):
+            for layer in self._remembered:
                 vars(layer)["_disable_adapters"] = not enabled
                 if enabled:
-                    vars(layer)["_active_adapter"] = names
+                    vars(layer)["_active_adapter"] = layer.active_adapters
             for layer in self._others:
                 layer.enable_adapters(enabled)
         else:
             for layer in self.layers:
                 layer.enable_adapters(enabled)
-            self._remember(way)
+            self._remember(enabled)
 
     def activate(self, model: Any, adapter_name: str, inference_mode: bool = False) -> None:
         """Makes an adapter the only active one."""
