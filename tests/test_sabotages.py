@@ -55,7 +55,7 @@ OTHERS = (
     *("layouts of batches that were written to unseen", "unseen writes on a device", "pickled models"),
     *("layouts of the batch that a step is given", "arguments of a call that another trainer has made"),
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
-    "models that change and change back",
+    *("models that change and change back", "softcaps and scales that change"),
     "graphs of all lengths",
     "compiled layers in verified calls",
     "backward passes of compiled layers that run again",
