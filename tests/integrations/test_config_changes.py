@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import fastdpo
 from tests.contract.harness import harnesses
@@ -33,6 +34,23 @@ def modules(**attributes):
     return change
 
 
+class Scaled(LlamaForCausalLM):
+    """A model of a user's, whose forward reads an attribute of its own."""
+
+    scale = 1.0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.scale
+        return output
+
+
+def scaled():
+    model = tiny_family("llama")
+    model.__class__ = Scaled
+    return model
+
+
 CHANGES = {  # with the family, and the path from then on
     "softcap": ("gemma2", config(final_logit_softcapping=1.0), "fused"),
     "no softcap": ("gemma2", config(final_logit_softcapping=None), "fused"),
@@ -42,6 +60,7 @@ CHANGES = {  # with the family, and the path from then on
     "window": ("gemma2", config(sliding_window=2), "stock"),  # which masks are made of, and layers have read
     "window of layers": ("gemma2", modules(sliding_window=2), "stock"),  # which eager attention does not read
     "window of both": ("gemma2", lambda model: [f(sliding_window=2)(model) for f in (config, modules)], "fused"),
+    "scale of a forward": ("scaled", lambda model: setattr(model, "scale", 2.0), "stock"),
     "both directions": ("llama", modules(is_causal=False), "stock"),
     "both directions by configuration": ("llama", config(use_bidirectional_attention=True), "stock"),
 }
@@ -69,7 +88,7 @@ def gradients(model, logps):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_prepared_model(name, called):
     family, change, path = CHANGES[name]
-    stock = tiny_family(family).eval()
+    stock = (scaled() if family == "scaled" else tiny_family(family)).eval()
     model = fastdpo.prepare(copy.deepcopy(stock))
     earlier = own(stock)
     if called:

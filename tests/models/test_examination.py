@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, VeloraConfig, get_peft_model
 from torch import nn
 
 import fastdpo
@@ -16,7 +17,7 @@ from fastdpo.models.examine.snapshot import restored
 from fastdpo.models.state import state_of
 from tests.support.models.planted import Counted, Scaled, in_layers
 from tests.support.models.trained_effects import compressed_activations
-from tests.support.trl.dpo import tiny_model, trained_adapter
+from tests.support.trl.dpo import LORA, tiny_model, trained_adapter
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 10, 11]])
 LABELS = torch.tensor([[-100, -100, -100, 8, 9], [-100, -100, -100, 10, 11]])
@@ -118,6 +119,25 @@ def test_a_model_that_keeps_state_is_examined_once(probed):
     assert {scored(model) for _ in range(8)} == {"stock"}
     assert len(probed) == 1
     assert [layer.mlp.count for layer in model.model.layers] == [8] * len(model.model.layers)
+
+
+@pytest.mark.parametrize("init_type", ["batch_average_once", "batch_average"])
+def test_adapters_that_calibrate(init_type):
+    """VeLoRA replaces a buffer in its first call, or in each, by what it makes of the activations."""
+    config = VeloraConfig(init_type=init_type, num_groups=4)
+    gradients = []
+    for prepares in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_model(), LoraConfig(**LORA, velora_config=config)).train()
+        if prepares:
+            fastdpo.prepare(model)
+            assert scored(model) == "stock"
+        else:
+            logps = model(input_ids=IDS, use_cache=False).logits[:, :-1].log_softmax(-1)
+            (logps.gather(-1, IDS[:, 1:, None])[..., 0] * (LABELS[:, 1:] != -100)).sum().backward()
+        gradients.append([x.grad for x in model.parameters() if x.grad is not None])
+    assert gradients[0]
+    torch.testing.assert_close(*gradients)
 
 
 def test_what_a_dictionary_holds_is_looked_at(probed):
