@@ -241,6 +241,16 @@ def test_adapters_are_set_by_a_list_that_changes():
         names.append("default")
 
 
+def test_adapters_that_are_merged_again():
+    """PEFT unmerges them where one is set."""
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    for _ in range(3):
+        model.merge_adapter()
+        with pytest.warns(UserWarning, match="Unmerging the model first"):
+            model.set_adapter("default")
+        assert not any(layer.merged for layer in adapter_layers(model))
+
+
 class WithHead(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,13 +8,16 @@ import pytest
 import torch
 from peft import LoraConfig, VeloraConfig, get_peft_model
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import fastdpo
+from fastdpo.models import compiled
 from fastdpo.models.contents import containers_in, digest_of, plain_members
 from fastdpo.models.deciding import FREE_EXAMINATIONS
 from fastdpo.models.examine import probe
 from fastdpo.models.examine.snapshot import restored
 from fastdpo.models.state import state_of
+from tests.support.kernels import recorder
 from tests.support.models.planted import Counted, Scaled, in_layers
 from tests.support.models.trained_effects import compressed_activations
 from tests.support.trl.dpo import LORA, tiny_model, trained_adapter
@@ -119,6 +122,31 @@ def test_a_model_that_keeps_state_is_examined_once(probed):
     assert {scored(model) for _ in range(8)} == {"stock"}
     assert len(probed) == 1
     assert [layer.mlp.count for layer in model.model.layers] == [8] * len(model.model.layers)
+
+
+@pytest.mark.parametrize("options", [{}, dict(compile=True), dict(graphs=True)], ids=str)
+def test_a_hook_on_every_module_that_comes_late(options, monkeypatch):
+    """It sees what it sees in the model itself, also where layers were compiled or a batch was recorded."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    recorder.install(monkeypatch)
+    model, seen = tiny_model().train(), []
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
+    model(input_ids=IDS, use_cache=False)
+    handle.remove()
+    expected, paths = seen[:], []
+    fastdpo.prepare(model, **options)
+    for watches in (False, False, False, True, False):
+        before = fastdpo.calls.copy()
+        handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
+        if not watches:
+            handle.remove()
+        seen.clear()
+        fastdpo.score(model, IDS, labels=LABELS).sums().sum().backward()
+        handle.remove()
+        paths.append({key[2] for key in fastdpo.calls - before})
+        assert seen == expected * watches
+    assert ("replayed" in paths[2]) == ("graphs" in options)
+    assert ["fused" in x for x in paths] == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("init_type", ["batch_average_once", "batch_average"])
