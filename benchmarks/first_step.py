@@ -15,7 +15,6 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,10 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     args = parser.parse_args(argv)
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
-        "versions": machine.versions(*PACKAGES),
+        **machine.origin(*PACKAGES),
         "quick": args.quick,
         "cases": {},
     }

@@ -4,6 +4,7 @@ import platform
 import re
 import subprocess
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,6 +50,12 @@ def machine() -> dict[str, str | int]:
     if torch.cuda.is_available():
         facts["accelerator"] = torch.cuda.get_device_name()
     return facts
+
+
+def origin(*packages: str) -> dict[str, object]:
+    """When, at which commit, on which machine and with which packages something is measured."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": when, "commit": commit(), "machine": machine(), "versions": versions(*packages)}
 
 
 def commit() -> str:

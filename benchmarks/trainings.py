@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -132,10 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     args = parser.parse_args(argv)
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
-        "versions": machine.versions(*PACKAGES),
+        **machine.origin(*PACKAGES),
         "quick": args.quick,
         "steps": args.steps,
         "sides": {},

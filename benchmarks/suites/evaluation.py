@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, case_of, profiles, workload
+from benchmarks.cases import Case, Suite
+from benchmarks.suites.step import DESCRIPTIONS, case_of, profiles, without_and_with, workload
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     for name, profile in profiles(quick).items():
         work = workload(profile, quick)
-        modes = {LABELLED: "labelled", SUBJECT: "fastdpo"}
-        sides = tuple(
-            Side(side, "benchmarks.sides.evaluation:EvaluationStep", work, {"mode": mode})
-            for side, mode in modes.items()
+        cases.append(
+            case_of(name, "all", profile, without_and_with("benchmarks.sides.evaluation:EvaluationStep", work))
         )
-        cases.append(case_of(name, "all", profile, sides))
     return cases
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.cases import Case, Suite
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
 from benchmarks.suites.online import LONGEST
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, case_of, profiles
+from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, case_of, profiles, without_and_with
 
 PROMPTS, BATCHES = 2, 2
 
@@ -17,10 +17,7 @@ def build_cases(quick: bool) -> list[Case]:
             options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
             lengths = tuple(draw_lengths(*profile, PROMPTS, seed, **options) for seed in range(BATCHES))
             work = GroupWorkload(lengths, size=QUICK_SIZE if quick else ModelSize(), trainer=trainer)
-            sides = tuple(
-                Side(side, "benchmarks.sides.groups:GroupStep", work, {"mode": mode})
-                for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
-            )
+            sides = without_and_with("benchmarks.sides.groups:GroupStep", work)
             cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
     return cases
 

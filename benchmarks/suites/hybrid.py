@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.cases import Case, Suite
-from benchmarks.suites.step import DESCRIPTIONS, case_of, profiles, sides, workload
+from benchmarks.suites.step import DESCRIPTIONS, TRAINER, case_of, profiles, without_and_with, workload
 
 ARCHITECTURES = ("Qwen3.5", "Falcon-H1", "LFM2")  # gated delta rule; Mamba 2 with attention; gated convolutions
 
@@ -15,8 +15,7 @@ def build_cases(quick: bool) -> list[Case]:
     for architecture in ARCHITECTURES:
         for name, profile in profiles(quick).items():
             work = replace(workload(profile, quick), architecture=architecture)
-            compared = sides(work)[:2]  # the floor runs attention only
-            cases.append(case_of(f"{architecture}/{name}", architecture, profile, compared))
+            cases.append(case_of(f"{architecture}/{name}", architecture, profile, without_and_with(TRAINER, work)))
     return cases
 
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.cases import Case, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
-from benchmarks.suites.step import (
-    BOUNDS,
-    DESCRIPTIONS,
-    LABELLED,
-    QUICK_SIZE,
-    SPREAD,
-    case_of,
-    profiles,
-)
+from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, QUICK_SIZE, SPREAD, case_of, profiles, without_and_with
 
 ROWS = 8  # each with a prompt of its own, as in a shuffled dataset
 
@@ -22,11 +14,7 @@ def build_cases(quick: bool) -> list[Case]:
     size, rows = (QUICK_SIZE, 4) if quick else (ModelSize(), ROWS)
     for name, profile in profiles(quick).items():
         work = Workload((draw_lengths(*profile, rows, 0, spread=SPREAD, bounds=BOUNDS),), size=size)
-        sides = tuple(
-            Side(side, "benchmarks.sides.kto:KTOStep", work, {"mode": mode})
-            for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
-        )
-        cases.append(case_of(name, "all", profile, sides))
+        cases.append(case_of(name, "all", profile, without_and_with("benchmarks.sides.kto:KTOStep", work)))
     return cases
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import case_of, profiles, workload
+from benchmarks.cases import SUBJECT, Case, Suite
+from benchmarks.suites.step import case_of, profiles, without_and_with, workload
 
 LLAMAFACTORY = "LLaMA-Factory as shipped"
 
@@ -13,10 +13,7 @@ def build_cases(quick: bool) -> list[Case]:
     for group, lora in (("full", False), ("LoRA", True)):
         for name, profile in profiles(quick).items():
             work = workload(profile, quick, lora)
-            sides = tuple(
-                Side(side, "benchmarks.sides.llamafactory:LlamaFactoryStep", work, {"mode": mode})
-                for side, mode in ((LLAMAFACTORY, "stock"), (SUBJECT, "fastdpo"))
-            )
+            sides = without_and_with("benchmarks.sides.llamafactory:LlamaFactoryStep", work, LLAMAFACTORY, "stock")
             cases.append(case_of(f"{group}/{name}", group, profile, sides))
     return cases
 

@@ -6,11 +6,10 @@ from benchmarks.cases import SUBJECT, Case, Checkable, Side, Suite
 from benchmarks.sides.heads import DESCRIPTIONS as HEAD_DESCRIPTIONS
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, STOCK, TRAINER
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, STOCK, TRAINER, stock_side, without_and_with
 
 HEAD, TRUTH = "benchmarks.sides.heads:HeadStep", "benchmarks.suites.memory:truth"
 HEAD_PEERS = "plain PyTorch", "TRL", SUBJECT
-STEP_MODES = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo"}
 PAIR = (192, 96, 96)
 
 
@@ -32,8 +31,7 @@ def build_cases(quick: bool) -> list[Case]:
         cases.append(Case(f"head/{n}", "head", sides))
     for n in pairs:
         work = Workload(((PAIR,) * n,), size=QUICK_SIZE if quick else ModelSize())
-        sides = tuple(Side(name, TRAINER, work, {"mode": mode}) for name, mode in STEP_MODES.items())
-        cases.append(Case(f"step/{n}", "step", sides))
+        cases.append(Case(f"step/{n}", "step", (stock_side(work), *without_and_with(TRAINER, work))))
     return cases
 
 

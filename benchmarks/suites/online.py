@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of, one_gpu_case, profiles
+from benchmarks.cases import Case, Suite
+from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
+from benchmarks.suites.step import (
+    DESCRIPTIONS,
+    QUICK_SIZE,
+    SPREAD,
+    STOCK,
+    case_of,
+    one_gpu_case,
+    profiles,
+    without_and_with,
+)
 
 PAIRS, BATCHES, LONGEST = 4, 2, 768
 STEP = "benchmarks.sides.online:OnlineStep"
@@ -20,8 +29,7 @@ def build_cases(quick: bool) -> list[Case]:
     for name, profile in profiles(quick).items():
         lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=(2, LONGEST)) for seed in range(BATCHES)]
         work = Workload(tuple(lengths), size=size)
-        sides = tuple(Side(side, STEP, work, {"mode": mode}) for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo")))
-        cases.append(case_of(name, "all", profile, sides))
+        cases.append(case_of(name, "all", profile, without_and_with(STEP, work, STOCK, "stock")))
     return cases
 
 

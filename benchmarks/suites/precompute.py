@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, case_of, profiles, workload
+from benchmarks.cases import Case, Suite
+from benchmarks.suites.step import DESCRIPTIONS, case_of, profiles, without_and_with, workload
 
 BATCHES = 2  # of 6 pairs
 
@@ -12,11 +12,9 @@ def build_cases(quick: bool) -> list[Case]:
     cases = []
     for name, profile in profiles(quick).items():
         work = workload(profile, quick, batches=BATCHES)
-        sides = tuple(
-            Side(side, "benchmarks.sides.precompute:PrecomputeStep", work, {"mode": mode})
-            for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+        cases.append(
+            case_of(name, "all", profile, without_and_with("benchmarks.sides.precompute:PrecomputeStep", work))
         )
-        cases.append(case_of(name, "all", profile, sides))
     return cases
 
 

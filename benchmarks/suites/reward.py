@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, STOCK, case_of, one_gpu_case, profiles, workload
+from benchmarks.cases import Case, Side, Suite
+from benchmarks.suites.step import (
+    DESCRIPTIONS,
+    FLOOR,
+    PROFILES,
+    STOCK,
+    case_of,
+    one_gpu_case,
+    profiles,
+    without_and_with,
+    workload,
+)
 
 STEP = "benchmarks.sides.reward:RewardStep"
 
@@ -16,12 +26,8 @@ def build_cases(quick: bool) -> list[Case]:
     cases = []
     for name, profile in profiles(quick, PROFILES).items():
         work = workload(profile, quick)
-        sides = (
-            Side(STOCK, STEP, work, {"mode": "stock"}),
-            Side(SUBJECT, STEP, work, {"mode": "fastdpo"}),
-            Side(FLOOR, "benchmarks.sides.reward:RewardFloorStep", work, compared=False),
-        )
-        cases.append(case_of(name, "all", profile, sides))
+        floor = Side(FLOOR, "benchmarks.sides.reward:RewardFloorStep", work, compared=False)
+        cases.append(case_of(name, "all", profile, (*without_and_with(STEP, work, STOCK, "stock"), floor)))
     return cases
 
 

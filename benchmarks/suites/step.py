@@ -93,11 +93,15 @@ def case_of_batches(name: str, group: str, of_batches: dict[str, LengthProfile],
     return Case(name, group, sides, {"dtype": sides[0].workload.dtype}, facts)
 
 
+def without_and_with(build: str, work: Workload, stock: str = LABELLED, mode: str = "labelled") -> tuple[Side, Side]:
+    """A trainer's step without fastdpo, as `mode` of its side says, and with it."""
+    return Side(stock, build, work, {"mode": mode}), Side(SUBJECT, build, work, {"mode": "fastdpo"})
+
+
 def sides(work: Workload) -> tuple[Side, ...]:
     """The sides on a CPU but TRL as shipped. Its head is not the one of a GPU there, and takes most of the time."""
     return (
-        Side(LABELLED, TRAINER, work, {"mode": "labelled"}),
-        Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
+        *without_and_with(TRAINER, work),
         Side(BUDGET, "benchmarks.sides.budget:BudgetStep", work),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
@@ -143,8 +147,7 @@ def one_gpu_case(build: str, quick: bool) -> Case:
     """Another trainer's step of the smallest model, stock and patched, at the lengths of one dataset."""
     ((name, profile),) = profiles(quick, ["UltraFeedback"]).items()
     work = gpu_workload(GPU_SIZE, {name: profile}, quick)
-    both = tuple(Side(side, build, work, {"mode": mode}) for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo")))
-    return case_of(f"0.5B, full/{name}", "0.5B, full", profile, both)
+    return case_of(f"0.5B, full/{name}", "0.5B, full", profile, without_and_with(build, work, STOCK, "stock"))
 
 
 def build_cases(quick: bool) -> list[Case]:

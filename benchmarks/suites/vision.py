@@ -5,9 +5,9 @@ With LoRA on the language model, policy and reference have the same image tower.
 
 from __future__ import annotations
 
-from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.cases import Case, Suite
 from benchmarks.sides.workload import ModelSize, VisionWorkload, draw_lengths
-from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, LengthProfile, case_of
+from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, QUICK_SIZE, SPREAD, LengthProfile, case_of, without_and_with
 
 FAMILIES = ("qwen3_vl", "smolvlm", "mistral3", "gemma3")
 PROFILES = {"1 image": (1, False), "2 images": (2, False), "LoRA, 1 image": (1, True)}
@@ -24,10 +24,7 @@ def build_cases(quick: bool) -> list[Case]:
         for group, (images, lora) in PROFILES.items():
             size = QUICK_SIZE if quick else ModelSize()
             work = VisionWorkload(lengths, lora, size=size, family=family, images=images, side=side, tower=tower)
-            sides = tuple(
-                Side(name, "benchmarks.sides.vision:VisionStep", work, {"mode": mode})
-                for name, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
-            )
+            sides = without_and_with("benchmarks.sides.vision:VisionStep", work)
             cases.append(case_of(f"{family}/{group}", group, profile, sides))
     return cases
 
