@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,7 @@ from fastdpo.testing import error, float64_throughout
 
 BETA = 0.1  # the default of DPOConfig
 
-
-class ExactResults(NamedTuple):
-    """Log-probs and losses of all batches, and the gradient of the first batch."""
-
-    policy: Tensor
-    reference: Tensor
-    loss: Tensor
-    gradient: Tensor
+Results = dict[str, Tensor]
 
 
 class ExactStep:
@@ -33,6 +26,9 @@ class ExactStep:
 
     COMPLETIONS = ("chosen_ids", "rejected_ids")
     """The completions of each example; a batch has all rows of the first one before those of the second."""
+    SCORES = "log-probs"
+    """What is compared of each model."""
+    HAS_REFERENCE = True
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -40,21 +36,25 @@ class ExactStep:
 
     def check(self) -> Arrays:
         plain, exact = self._run(exact=False), self._run(exact=True)
-        names = ("log-probs of the policy", "log-probs of the reference", "loss", "gradient")
-        arrays = {f"exact/{name}": value.numpy() for name, value in zip(names, exact, strict=True)}
-        arrays |= {f"plain/{name}": value.numpy() for name, value in zip(names, plain, strict=True)}
-        # A margin is a difference of sums of log-probs. The errors allowed in those sums change the
-        # loss, and relatively each pair's factor in the gradient, by at most this much.
-        margin_error = BETA * sum(
-            (2 * error(p, e) + FLOAT32_FLOOR) * float(e.norm()) for p, e in zip(plain[:2], exact[:2], strict=True)
-        )
-        arrays["slack/gradient"] = torch.tensor(margin_error).numpy()
-        arrays["slack/loss"] = torch.tensor(margin_error / float(exact.loss.norm())).numpy()
-        return arrays
+        kinds = {"exact": exact, "plain": plain, "slack": self._slack(plain, exact)}
+        return {f"{kind}/{name}": x.numpy() for kind, results in kinds.items() for name, x in results.items()}
 
-    def _run(self, exact: bool) -> ExactResults:
+    def _slack(self, plain: Results, exact: Results) -> Results:
+        """A margin is a difference of sums of scores. The errors allowed in those sums change the loss, and relatively
+        each pair's factor in the gradient, by at most this much.
+        """
+        names = [name for name in exact if name.startswith(self.SCORES)]
+        errors = [(2 * error(plain[x], exact[x]) + FLOAT32_FLOOR) * float(exact[x].norm()) for x in names]
+        margin_error = torch.tensor(self._scale() * sum(errors))
+        return {"gradient": margin_error, "loss": margin_error / float(exact["loss"].norm())}
+
+    def _scale(self) -> float:
+        """By which the loss multiplies a margin."""
+        return BETA
+
+    def _run(self, exact: bool) -> Results:
         policy = self._build_policy()
-        reference = policy if self.workload.lora else self._build(w.REFERENCE)
+        reference = policy if self.workload.lora or not self.HAS_REFERENCE else self._build(w.REFERENCE)
         if exact:
             policy.double()
             reference.double()
@@ -63,30 +63,37 @@ class ExactStep:
         with float64_throughout() if exact else nullcontext():
             return self._results(policy, reference, exact)
 
-    def _results(self, policy: nn.Module, reference: nn.Module, exact: bool) -> ExactResults:
-        all_policy_logps, all_reference_logps, losses, gradient = [], [], [], None
+    def _results(self, policy: nn.Module, reference: nn.Module, exact: bool) -> Results:
+        """Scores, losses and more of all batches, and the gradient of the first batch."""
+        found: defaultdict[str, list[Tensor]] = defaultdict(list)
+        gradient = None
         for batch in range(self.batches):
-            rows = self._rows(batch)
+            rows, reference_logps = self._rows(batch), []
             with torch.no_grad():
                 policy_logps = [self._logps(policy, *row, exact) for row in rows]
-                with policy.disable_adapter() if self.workload.lora else nullcontext():
-                    reference_logps = [self._logps(reference, *row, exact) for row in rows]
-            sums = torch.stack([x.sum() for x in policy_logps]).requires_grad_()
-            loss = self._loss(sums - torch.stack([x.sum() for x in reference_logps]))
-            all_policy_logps += self._compared(policy_logps)
-            all_reference_logps += self._compared(reference_logps)
-            losses.append(loss.detach())
+                if self.HAS_REFERENCE:
+                    with policy.disable_adapter() if self.workload.lora else nullcontext():
+                        reference_logps = [self._logps(reference, *row, exact) for row in rows]
+            leaves = [x.detach().requires_grad_() for x in policy_logps]
+            loss, more = self._loss_of_tokens(leaves, reference_logps)
             if gradient is None:
-                (factors,) = torch.autograd.grad(loss, sums)
-                for row, factor in zip(rows, factors, strict=True):
-                    (self._logps(policy, *row, exact).sum() * factor).backward()
+                for row, factors in zip(rows, torch.autograd.grad(loss, leaves), strict=True):
+                    (self._logps(policy, *row, exact) * factors).sum().backward()
                 gradient = w.gradient_of(policy)
-        results = torch.cat(all_policy_logps), torch.cat(all_reference_logps), torch.stack(losses), gradient
-        return ExactResults(*(x.cpu() for x in results))
+            for role, logps in (("policy", policy_logps), ("reference", reference_logps)):
+                found[f"{self.SCORES} of the {role}"] += self._compared(logps)
+            for name, x in {"loss": loss.detach()[None], **more}.items():
+                found[name].append(x)
+        return {name: torch.cat(x).cpu() for name, x in found.items() if x} | {"gradient": gradient}
 
     def _compared(self, logps: list[Tensor]) -> list[Tensor]:
         """The parts of the rows' log-probs that sides are compared in."""
         return logps
+
+    def _loss_of_tokens(self, logps: list[Tensor], reference_logps: list[Tensor]) -> tuple[Tensor, Results]:
+        """The loss, given the log-probs of each row, and further quantities to compare."""
+        sums, reference = (torch.stack([x.sum() for x in each]) for each in (logps, reference_logps))
+        return self._loss(sums - reference), {}
 
     def _loss(self, ratios: Tensor) -> Tensor:
         """The loss, given the differences between policy and reference in the log-prob of each row."""
@@ -125,3 +132,10 @@ class ExactStep:
         else:
             logits = hidden @ weight.t()
         return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0]
+
+
+class ExactCompletions(ExactStep):
+    """Log-probs are summed over each completion, for sides that return no others."""
+
+    def _compared(self, logps: list[Tensor]) -> list[Tensor]:
+        return [x.sum()[None] for x in logps]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -13,12 +13,10 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-import fastdpo
-from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
-from benchmarks.sides.exact import ExactStep
-from benchmarks.sides.trainer import STEPS_OF_LEARNING, build_tokenizer, score_labelled_positions, trainer_options
+from benchmarks.sides.exact import ExactStep, Results
+from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
 from fastdpo.models.calls import tokens
 from fastdpo.testing import error
@@ -61,43 +59,34 @@ class GivenGRPO(GivenCompletions, GRPOTrainer): ...
 class GivenRLOO(GivenCompletions, RLOOTrainer): ...
 
 
-class GroupStep:
+class GroupStep(TrainerStep):
     """Log-probabilities of old policy (RLOO) and reference, policy forward and backward. No optimizer.
 
     Args:
         workload: model, lengths and trainer.
-        mode: "stock", "labelled" or "fastdpo" (see `benchmarks.sides.trainer.TrainerStep`).
-        max_tokens: as in `fastdpo.patch`.
+        mode, max_tokens: see `TrainerStep`.
     """
 
     def __init__(self, workload: GroupWorkload, mode: str, max_tokens: Literal["auto"] | None = None) -> None:
-        self.workload, self.fused, self.batches = workload, mode == "fastdpo", len(workload.batches)
-        self._policy_tokens = 0  # computed by `check`
-        self.name = f"trl.{workload.trainer}Trainer"
-        if self.fused:
-            os.environ["FASTDPO_STRICT"] = "1"
-            fastdpo.patch(self.name, max_tokens=max_tokens)
-        if mode == "labelled":
-            score_labelled_positions()
-        with TemporaryDirectory() as directory:
-            self.trainer = self._build(Path(directory))
-        self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
-        self.rows = [rows(workload, batch) for batch in range(self.batches)]
+        kinds = ("policy", "reference", *["old_policy"] * (workload.trainer == "RLOO"))
+        self.TRAINER = f"trl.{workload.trainer}Trainer"
+        self.FUSED = frozenset({(self.TRAINER, kind, "fused") for kind in kinds})
+        self.accumulation = workload.accumulation
+        super().__init__(workload, mode, max_tokens=max_tokens)
         for _ in range(STEPS_OF_LEARNING if max_tokens == "auto" else 0):
-            self.step(0)
-            self.reset()
+            self._run_all()
 
-    def _build(self, directory: Path) -> GivenGRPO | GivenRLOO:
-        policy = w.build_model(self.workload, w.POLICY)
-        w.build_model(self.workload, w.REFERENCE).save_pretrained(directory / "reference")
+    def _build(self, workload: GroupWorkload, directory: Path, attention: str) -> GivenGRPO | GivenRLOO:
+        policy = w.build_model(workload, w.POLICY, attention)
+        w.build_model(workload, w.REFERENCE).save_pretrained(directory / "reference")
         policy.config._name_or_path = str(directory / "reference")
-        options = trainer_options(self.workload, directory)
+        options = trainer_options(workload, directory)
         del options["max_length"]  # an option of other trainers
-        n = len(self.workload.batches[0]) * COMPLETIONS
-        accumulation = self.workload.accumulation
+        n = len(workload.batches[0]) * COMPLETIONS
+        accumulation = workload.accumulation
         options["steps_per_generation"] = accumulation
         options |= {"per_device_train_batch_size": n // accumulation, "num_generations": COMPLETIONS, "beta": BETA}
-        is_grpo = self.workload.trainer == "GRPO"
+        is_grpo = workload.trainer == "GRPO"
         trainer = (GivenGRPO if is_grpo else GivenRLOO)(
             model=policy,
             reward_funcs=lambda prompts, **columns: rewards(len(prompts)),
@@ -108,21 +97,23 @@ class GroupStep:
         trainer.current_gradient_accumulation_steps = accumulation
         return trainer
 
-    def check(self) -> Arrays:
-        """See `benchmarks.sides.trainer.TrainerStep.check`. TRL shuffles the rows; here they are in order."""
-        of_rows: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)  # by role and tokens
+    def _inputs(self, workload: GroupWorkload, batch: int) -> list[tuple[list[int], list[int]]]:
+        return rows(workload, batch)
+
+    @contextmanager
+    def _recorded(self, record: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """TRL shuffles the rows; they are recorded in order."""
+        of_rows: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)  # by name and tokens
         score, compute = self.trainer._get_per_token_logps_and_entropies, self.trainer._compute_loss
 
         def recorded_score(model: Any, ids: Tensor, mask: Tensor, width: int, *args: Any, **kwargs: Any) -> Any:
-            computed = tokens[self.name, "computed"]
+            computed = tokens[self.TRAINER, "computed"]
             scored = score(model, ids, mask, width, *args, **kwargs)
+            if self.fused and tokens[self.TRAINER, "computed"] == computed:
+                return scored  # known to the trainer, which computes metrics from them
             role = "policy" if torch.is_grad_enabled() else "old policy"
             role = "reference" if model is self.trainer.ref_model else role
-            computed = tokens[self.name, "computed"] - computed
-            if self.fused and not computed:  # known to the trainer, which computes metrics from them
-                return scored
-            self._policy_tokens += computed * (role == "policy")
-            logps = [x[real.bool()] for x, real in zip(scored[0].detach().float(), mask[:, -width:], strict=True)]
+            logps = [x[real.bool()] for x, real in zip(scored[0], mask[:, -width:], strict=True)]
             of_rows[f"log-probs of the {role}"].update(zip(_rows(ids, mask), logps, strict=True))
             return scored
 
@@ -133,40 +124,18 @@ class GroupStep:
 
         self.trainer._get_per_token_logps_and_entropies = recorded_score
         self.trainer._compute_loss = recorded_loss
-        losses, gradient = [], None
-        for batch in range(self.batches):
-            losses.append(self._training_step(batch))
-            gradient = w.gradient_of(self.model) if gradient is None else gradient
-            self.reset()
-        given = [(*prompt, *completion) for rows in self.rows for prompt, completion in rows]
+        yield
         del self.trainer._get_per_token_logps_and_entropies, self.trainer._compute_loss
-        kinds = {name.removeprefix("log-probs of the ").replace(" ", "_") for name in of_rows.keys() - {"advantages"}}
-        if self.fused and set(fastdpo.calls) != {(self.name, kind, "fused") for kind in kinds}:
-            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {name: torch.cat([values[row] for row in given]) for name, values in of_rows.items()}
-        arrays |= {"gradient": gradient, "loss": torch.stack(losses)}
-        return {name: x.cpu().numpy() for name, x in arrays.items()}
+        for name, values in of_rows.items():
+            record(name, torch.cat([values[(*prompt, *completion)] for prompt, completion in self.trainer.given]))
 
-    def _training_step(self, batch: int) -> Tensor:
+    def _run(self, batch: int) -> Tensor:
         self.trainer._step = 0  # new completions in every step
-        self.trainer.given = self.rows[batch]
-        inputs = [{"prompt": "<eos>"}] * len(self.rows[batch])
-        losses = [self.trainer.training_step(self.model, inputs, None) for _ in range(self.workload.accumulation)]
+        self.trainer.given = self.inputs[batch]
+        prompts = [{"prompt": "<eos>"}] * len(self.inputs[batch])
+        losses = [self.trainer.training_step(self.model, prompts, None) for _ in range(self.accumulation)]
         self.trainer.state.global_step += 1
         return torch.stack(losses).sum()
-
-    def step(self, batch: int) -> None:
-        self._training_step(batch)
-
-    def reset(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.trainer._metrics["train"].clear()
-
-    def facts(self) -> dict[str, Any]:
-        """The tokens of all batches that the policy computes, and those of their prefix trees."""
-        if not self.fused:
-            return {}
-        return {"policy_tokens": self._policy_tokens, "distinct_tokens": sum(self.workload.distinct_tokens)}
 
 
 def _rows(ids: Tensor, mask: Tensor) -> list[tuple[int, ...]]:
@@ -179,53 +148,33 @@ class ExactGroupStep(ExactStep):
 
     workload: GroupWorkload
 
-    def check(self) -> Arrays:
-        exact, plain = self._results(exact=True), self._results(exact=False)
-        arrays = {f"exact/{name}": x.cpu().numpy() for name, x in exact.items()}
-        arrays |= {f"plain/{name}": x.cpu().numpy() for name, x in plain.items()}
-        if self.workload.trainer == "RLOO":
-            # Its ratios and its KL penalty are differences of sums of log-probs. Of the errors allowed in those sums,
-            # ratios pass the whole to each row's factor in the gradient, and the penalty passes BETA times as much to
-            # the advantages.
-            roles = "log-probs of the old policy", "log-probs of the reference"
-            errors = [2 * error(plain[x], exact[x]) + FLOAT32_FLOOR for x in roles]
-            token_error = sum(e * float(exact[x].square().mean().sqrt()) for e, x in zip(errors, roles, strict=True))
-            longest = max(length for batch in self.workload.batches for _, *lengths in batch for length in lengths)
-            sum_error = token_error * longest**0.5
-            scale = float(exact["advantages"].square().mean().sqrt())
-            arrays["slack/advantages"] = torch.tensor(BETA * sum_error / scale).numpy()
-            arrays["slack/gradient"] = torch.tensor(sum_error * (1 + BETA / scale)).numpy()
-        return arrays
+    def _slack(self, plain: Results, exact: Results) -> Results:
+        """That of RLOO, whose ratios and KL penalty are differences of sums of log-probs. Of the errors allowed in
+        those sums, ratios pass the whole to each row's factor in the gradient, and the penalty passes BETA times as
+        much to the advantages.
+        """
+        if self.workload.trainer == "GRPO":
+            return {}
+        roles = "log-probs of the old policy", "log-probs of the reference"
+        errors = [2 * error(plain[x], exact[x]) + FLOAT32_FLOOR for x in roles]
+        token_error = sum(e * float(exact[x].square().mean().sqrt()) for e, x in zip(errors, roles, strict=True))
+        longest = max(length for batch in self.workload.batches for _, *lengths in batch for length in lengths)
+        sum_error = token_error * longest**0.5
+        scale = float(exact["advantages"].square().mean().sqrt())
+        of_gradient = sum_error * (1 + BETA / scale)
+        return {"advantages": torch.tensor(BETA * sum_error / scale), "gradient": torch.tensor(of_gradient)}
 
-    def _results(self, exact: bool) -> dict[str, Tensor]:
-        policy, reference = (w.build_model(self.workload, seed) for seed in (w.POLICY, w.REFERENCE))
-        if exact:
-            policy.double()
-            reference.double()
-        results: dict[str, list[Tensor]] = {"policy": [], "reference": [], "advantages": [], "loss": []}
-        gradient = None
-        for batch in range(self.batches):
-            inputs = [(torch.tensor(p + c), len(p)) for p, c in rows(self.workload, batch)]
-            with torch.no_grad():
-                logps = [self._logps(policy, *row, exact) for row in inputs]
-                reference_logps = [self._logps(reference, *row, exact) for row in inputs]
-            leaves = [x.detach().requires_grad_() for x in logps]
-            loss, advantages = self._loss(leaves, reference_logps)
-            new = {"policy": logps, "reference": reference_logps, "advantages": [advantages], "loss": [loss.detach()]}
-            for name, values in new.items():
-                results[name] += values
-            if gradient is None:
-                for row, factors in zip(inputs, torch.autograd.grad(loss, leaves), strict=True):
-                    (self._logps(policy, *row, exact) * factors).sum().backward()
-                gradient = w.gradient_of(policy)
-        arrays = {f"log-probs of the {role}": torch.cat(results[role]) for role in ("policy", "reference")}
+    def _results(self, *args: Any) -> Results:
+        results = super()._results(*args)
         if self.workload.trainer == "RLOO":
-            arrays["log-probs of the old policy"] = arrays["log-probs of the policy"]
-        else:  # that of RLOO is the mean of the advantages, which is 0
-            arrays["loss"] = torch.stack(results["loss"])
-        return arrays | {"advantages": torch.cat(results["advantages"]), "gradient": gradient}
+            results["log-probs of the old policy"] = results["log-probs of the policy"]
+            del results["loss"]  # the mean of the advantages, which is 0
+        return results
 
-    def _loss(self, logps: list[Tensor], reference_logps: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _rows(self, batch: int) -> list[tuple[Tensor, int]]:
+        return [(torch.tensor(p + c), len(p)) for p, c in rows(self.workload, batch)]
+
+    def _loss_of_tokens(self, logps: list[Tensor], reference_logps: list[Tensor]) -> tuple[Tensor, Results]:
         """The loss, and the advantages [rows]."""
         reward = torch.tensor(rewards(len(logps)), dtype=logps[0].dtype, device=logps[0].device)
         if self.workload.trainer == "RLOO":
@@ -233,7 +182,7 @@ class ExactGroupStep(ExactStep):
             grouped = (reward - BETA * (sums.detach() - reference)).view(-1, COMPLETIONS)
             others = (grouped.sum(1, keepdim=True) - grouped) / (COMPLETIONS - 1)
             advantages = (grouped - others).flatten()
-            return -((sums - sums.detach()).exp() * advantages).mean(), advantages
+            return -((sums - sums.detach()).exp() * advantages).mean(), {"advantages": advantages}
         grouped = reward.view(-1, COMPLETIONS)
         scale = grouped.std(1, keepdim=True) + 1e-4
         advantages = ((grouped - grouped.mean(1, keepdim=True)) / scale).flatten()
@@ -242,4 +191,4 @@ class ExactGroupStep(ExactStep):
             ratio = (x - x.detach()).exp()
             kl = (reference - x).exp() - (reference - x) - 1
             total = total + (ratio * (BETA * kl - advantage)).sum()
-        return total / sum(map(len, logps)), advantages
+        return total / sum(map(len, logps)), {"advantages": advantages}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,7 @@ from llamafactory.hparams import get_train_args
 from llamafactory.train.dpo.trainer import CustomDPOTrainer
 from torch import Tensor
 
-import fastdpo
-from benchmarks.cases import Arrays
 from benchmarks.sides import workload as w
-from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.trainer import TrainerStep, build_tokenizer
 from benchmarks.sides.workload import Workload
 from fastdpo.packing import IGNORE_INDEX
@@ -62,44 +61,23 @@ class LlamaFactoryStep(TrainerStep):
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         return [_tokenized(pair, workload.max_length) for pair in workload.examples(batch)]
 
-    def check(self) -> Arrays:
-        """Log-probs of all completions, losses of all batches, gradient of the first batch."""
-        logps: dict[bool, list[Tensor]] = {False: [], True: []}
+    @contextmanager
+    def _recorded(self, record: Callable[[str, Tensor], None]) -> Iterator[None]:
         stock_forward = self.trainer.concatenated_forward
 
-        def record(model: Any, batch: Any, is_ref_model: bool = False) -> Any:
+        def forward(model: Any, batch: Any, is_ref_model: bool = False) -> Any:
             results = stock_forward(model, batch, is_ref_model)
-            logps[is_ref_model] += [results[name].detach().float() for name in ("chosen_logps", "rejected_logps")]
+            for name in ("chosen_logps", "rejected_logps"):
+                record(f"log-probs of the {'reference' if is_ref_model else 'policy'}", results[name])
             return results
 
-        self.trainer.concatenated_forward = record
-        losses, gradient = [], None
-        for batch in range(self.batches):
-            losses.append(self._run(batch))
-            gradient = w.gradient_of(self.model) if gradient is None else gradient
-            self.reset()
+        self.trainer.concatenated_forward = forward
+        yield
         del self.trainer.concatenated_forward
-        if self.fused and set(fastdpo.calls) != self.FUSED:
-            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        for counter in self.counters:
-            counter.take()
-        arrays = {f"log-probs of the {role}": torch.cat(x) for role, x in zip(ROLES, logps.values(), strict=True)}
-        arrays |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
     def reset(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.trainer._stored_metrics.clear()
-
-
-class ExactCompletions(ExactStep):
-    """Log-probs are summed over each completion, since LLaMA-Factory returns no others."""
-
-    def _compared(self, logps: list[Tensor]) -> list[Tensor]:
-        return [x.sum()[None] for x in logps]
-
-
-ROLES = ("policy", "reference")
 
 
 def _tokenized(pair: dict[str, list[int]], longest: int) -> dict[str, Any]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from datasets import Dataset
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-import fastdpo
-from benchmarks.cases import Arrays
 from benchmarks.sides import workload as w
-from benchmarks.sides.trainer import build_tokenizer, trainer_options
+from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import Workload
-
-FUSED = {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")}
 
 
 class GivenCompletions(OnlineDPOTrainer):
@@ -50,29 +46,16 @@ def completions(workload: Workload, batch: int) -> tuple[torch.Tensor, ...]:
     return *padded(prompts, "left"), *padded(responses, "right")
 
 
-class OnlineStep:
-    """Policy forward and backward, reference forward. No generation, no optimizer.
+class OnlineStep(TrainerStep):
+    """Policy forward and backward, reference forward. No generation, no optimizer."""
 
-    Args:
-        workload: model and lengths.
-        mode: "stock" or "fastdpo".
-    """
+    TRAINER = "trl.OnlineDPOTrainer"
+    FUSED = frozenset({("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")})
 
-    def __init__(self, workload: Workload, mode: str) -> None:
-        self.fused = mode == "fastdpo"
-        if self.fused:
-            os.environ["FASTDPO_STRICT"] = "1"
-            fastdpo.patch("trl.OnlineDPOTrainer")
-        with TemporaryDirectory() as directory:
-            self.trainer = self._build(workload, Path(directory))
-        self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
-        self.batches = len(workload.batches)
-        self.completions = [completions(workload, batch) for batch in range(self.batches)]
-
-    def _build(self, workload: Workload, directory: Path) -> GivenCompletions:
+    def _build(self, workload: Workload, directory: Path, attention: str) -> GivenCompletions:
         trainer = GivenCompletions(
-            model=w.build_model(workload, w.POLICY),
-            ref_model=w.build_model(workload, w.REFERENCE),
+            model=w.build_model(workload, w.POLICY, attention),
+            ref_model=w.build_model(workload, w.REFERENCE, attention),
             reward_funcs=prefer_first_half,
             args=OnlineDPOConfig(**trainer_options(workload, directory), max_new_tokens=1),  # generation is skipped
             train_dataset=Dataset.from_list([{"prompt": "<eos>"}] * len(workload.batches[0])),
@@ -81,43 +64,27 @@ class OnlineStep:
         trainer.current_gradient_accumulation_steps = 1
         return trainer
 
-    def check(self) -> Arrays:
-        """See `benchmarks.sides.trainer.TrainerStep.check`."""
-        logps = {True: [], False: []}
-        losses, gradient = [], None
+    def _inputs(self, workload: Workload, batch: int) -> tuple[torch.Tensor, ...]:
+        return completions(workload, batch)
+
+    @contextmanager
+    def _recorded(self, record: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
         stock_forward = self.trainer._forward
 
-        def record(model: Any, prompt_ids: Any, prompt_mask: Any, ids: Any, mask: torch.Tensor, *rest: Any) -> Any:
+        def forward(model: Any, prompt_ids: Any, prompt_mask: Any, ids: Any, mask: torch.Tensor, *rest: Any) -> Any:
             output = stock_forward(model, prompt_ids, prompt_mask, ids, mask, *rest)
-            logps[torch.is_grad_enabled()].append(output.detach()[mask.bool()].float())
+            record(f"log-probs of the {'policy' if torch.is_grad_enabled() else 'reference'}", output[mask.bool()])
             return output
 
-        self.trainer._forward = record
-        for batch in range(self.batches):
-            losses.append(self._training_step(batch))
-            gradient = w.gradient_of(self.model) if gradient is None else gradient
-            self.reset()
+        self.trainer._forward = forward
+        yield
         del self.trainer._forward
-        if self.fused and set(fastdpo.calls) != FUSED:
-            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {
-            "log-probs of the policy": torch.cat(logps[True]),
-            "log-probs of the reference": torch.cat(logps[False]),
-        }
-        arrays |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
-    def _training_step(self, batch: int) -> torch.Tensor:
-        self.trainer.given_completions = self.completions[batch]
-        prompts = ["<eos>"] * (len(self.completions[batch][0]) // 2)
+    def _run(self, batch: int) -> torch.Tensor:
+        self.trainer.given_completions = self.inputs[batch]
+        prompts = ["<eos>"] * (len(self.inputs[batch][0]) // 2)
         return self.trainer.training_step(self.model, {"prompt": prompts})
-
-    def step(self, batch: int) -> None:
-        self._training_step(batch)
 
     def reset(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.trainer.stats = {name: [] for name in self.trainer.stats}
-
-    def facts(self) -> dict[str, Any]:
-        return {}

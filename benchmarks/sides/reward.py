@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
-from benchmarks.cases import Arrays
-from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
+from benchmarks.sides.exact import ExactStep, Results
 from benchmarks.sides.floor import FloorStep
 from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import Workload
 from fastdpo import packing
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.packing import Layout
-from fastdpo.testing import error, float64_throughout
 
 
 def build_model(workload: Workload, attention: str = "sdpa") -> PreTrainedModel:
@@ -68,60 +66,27 @@ class RewardStep(TrainerStep):
         return output.logits.squeeze(-1)
 
 
-class ExactRewards(NamedTuple):
-    """Rewards and losses of all batches, and the gradient of the first batch."""
+class ExactRewardStep(ExactStep):
+    """The ground truth of `RewardStep`. A row's score is its reward [1]."""
 
-    rewards: Tensor
-    loss: Tensor
-    gradient: Tensor
+    SCORES = "rewards"
+    HAS_REFERENCE = False
 
+    def _build_policy(self) -> PreTrainedModel:
+        return build_model(self.workload)
 
-class ExactRewardStep:
-    """The ground truth of `RewardStep`, row by row, in float64 ("exact") and in its own precision ("plain")."""
+    def _scale(self) -> float:
+        return 1.0
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.batches = len(workload.batches)
+    def _loss_of_tokens(self, logps: list[Tensor], reference_logps: list[Tensor]) -> tuple[Tensor, Results]:
+        chosen, rejected = torch.cat(logps).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean(), {}
 
-    def check(self) -> Arrays:
-        with torch.autocast(w.device().type, torch.bfloat16, enabled=self.workload.bf16):
-            plain = self._run(build_model(self.workload))
-        with float64_throughout():
-            exact = self._run(build_model(self.workload).double())
-        names = ("rewards of the policy", "loss", "gradient")
-        arrays = {f"exact/{name}": x.numpy() for name, x in zip(names, exact, strict=True)}
-        arrays |= {f"plain/{name}": x.numpy() for name, x in zip(names, plain, strict=True)}
-        # As in `ExactStep`: what the errors allowed in the rewards make of the margins.
-        allowed = 2 * error(plain.rewards, exact.rewards) + FLOAT32_FLOOR
-        margin_error = allowed * float(exact.rewards.norm())
-        arrays["slack/gradient"] = torch.tensor(margin_error).numpy()
-        arrays["slack/loss"] = torch.tensor(margin_error / float(exact.loss.norm())).numpy()
-        return arrays
-
-    def _run(self, model: PreTrainedModel) -> ExactRewards:
-        rewards, losses, gradient = [], [], None
-        for batch in range(self.batches):
-            pairs = examples(self.workload, batch)
-            ids = [pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
-            rows = [torch.tensor(row, device=w.device()) for row in ids]
-            with torch.no_grad():
-                of_rows = torch.stack([self._reward(model, row) for row in rows])
-            leaf = of_rows.requires_grad_()
-            chosen, rejected = leaf.chunk(2)
-            loss = -F.logsigmoid(chosen - rejected).mean()
-            (factors,) = torch.autograd.grad(loss, leaf)
-            if gradient is None:
-                for row, factor in zip(rows, factors, strict=True):
-                    (self._reward(model, row) * factor).backward()
-                gradient = w.gradient_of(model)
-            rewards.append(of_rows.detach())
-            losses.append(loss.detach())
-        return ExactRewards(torch.cat(rewards).cpu(), torch.stack(losses).cpu(), gradient)
-
-    def _reward(self, model: Any, ids: Tensor) -> Tensor:
+    def _logps(self, model: Any, ids: Tensor, start: int, exact: bool) -> Tensor:
         """The label of a row's last token."""
-        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
-        score = model.score(hidden[0, -1])[0]
+        with torch.autocast(w.device().type, torch.bfloat16, enabled=self.workload.bf16 and not exact):
+            hidden = model.base_model(input_ids=ids[None].to(w.device()), use_cache=False).last_hidden_state
+            score = model.score(hidden[0, -1])
         return score.to(torch.promote_types(score.dtype, torch.float32))
 
 

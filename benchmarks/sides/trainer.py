@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -181,7 +182,7 @@ class TrainerStep:
             self.trainer = self._build(workload, Path(directory), attention)
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.batches = len(workload.batches)
-        self.inputs = [self.trainer.data_collator(self._examples(workload, i)) for i in range(self.batches)]
+        self.inputs = [self._inputs(workload, i) for i in range(self.batches)]
         policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
         self.reference = getattr(self.trainer, "ref_model", None)  # none with adapters, and none of a RewardTrainer
         references = [] if self.reference is None else [self.reference]
@@ -195,6 +196,10 @@ class TrainerStep:
         """The examples of a batch in the format of the trainer's collator."""
         return workload.examples(batch)
 
+    def _inputs(self, workload: Workload, batch: int) -> Any:
+        """What a step of a batch is given."""
+        return self.trainer.data_collator(self._examples(workload, batch))
+
     def _scores_of(self, output: Any) -> torch.Tensor:
         """What is compared of the output of a model: the log-probs of its labelled tokens."""
         return output.log_probs[output.label_mask]
@@ -202,6 +207,21 @@ class TrainerStep:
     def _in_order(self, calls: list[torch.Tensor]) -> torch.Tensor:
         """The log-probs of all calls of a model in one step, in the order of the ground truth."""
         return torch.cat(calls)
+
+    @contextmanager
+    def _recorded(self, record: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+        """During a step, gives `record` what is compared of each call of a model, with its name."""
+        reference = self.reference
+
+        def call(module: nn.Module, args: Any, output: Any) -> None:
+            is_reference = not torch.is_grad_enabled() if reference is None else module is reference
+            record(f"{self.SCORES} of the {'reference' if is_reference else 'policy'}", self._scores_of(output))
+
+        models = [self.model] if reference is None else [self.model, reference]
+        hooks = [model.register_forward_hook(call) for model in models]
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def check(self) -> Arrays:
         """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
@@ -215,31 +235,20 @@ class TrainerStep:
         return arrays
 
     def _check(self) -> Arrays:
-        reference = self.reference
-        calls: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         scores: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            is_reference = not torch.is_grad_enabled() if reference is None else module is reference
-            role = "reference" if is_reference else "policy"
-            calls[role].append(self._scores_of(output).detach().float())
-
-        models = [self.model] if reference is None else [self.model, reference]
-        hooks = [model.register_forward_hook(record) for model in models]
         losses, gradient = [], None
         for batch in range(self.batches):
-            losses.append(self._run(batch))
-            for role, of_batch in calls.items():
-                scores[role].append(self._in_order(of_batch))
-                of_batch.clear()
+            calls: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+            with self._recorded(lambda name, x, calls=calls: calls[name].append(x.detach().float())):
+                losses.append(self._run(batch))
+            for name, of_batch in calls.items():
+                scores[name].append(self._in_order(of_batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
-        for hook in hooks:
-            hook.remove()
         replayed = {(*called, "replayed") for *called, _ in self.FUSED if self.graphs}
         if self.fused and set(fastdpo.calls) != self.FUSED | replayed:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {f"{self.SCORES} of the {role}": torch.cat(values) for role, values in scores.items()}
+        arrays = {name: torch.cat(values) for name, values in scores.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
         return {name: value.cpu().numpy() for name, value in arrays.items()}
 

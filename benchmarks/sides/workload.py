@@ -140,11 +140,6 @@ class GroupWorkload(Workload):
 
     trainer: str = "GRPO"
 
-    @property
-    def distinct_tokens(self) -> list[int]:
-        """The tokens that a step computes if it computes each prompt once. The last one of a row predicts nothing."""
-        return [sum(prompt + sum(n - 1 for n in rows) for prompt, *rows in batch) for batch in self.batches]
-
 
 PATCH = 16  # pixels of an image, in each direction
 MERGED = 2  # patches of a token, in each direction

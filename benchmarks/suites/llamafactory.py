@@ -21,7 +21,7 @@ def build_cases(quick: bool) -> list[Case]:
 SUITE = Suite(
     name="llamafactory",
     title="DPO training step in LLaMA-Factory: policy forward and backward, reference forward",
-    truth="benchmarks.sides.llamafactory:ExactCompletions",
+    truth="benchmarks.sides.exact:ExactCompletions",
     cases=build_cases,
     rounds=3,
     descriptions={

@@ -91,6 +91,9 @@ def test_a_suite(suite, cases, tmp_path, capsys, monkeypatch, pytestconfig):
     for side in sides:
         if side["status"] == "measured":
             assert not side["compared"] or side["checks"]
+            assert all(check["allowed"] < 1e-3 for check in side.get("checks", [])), (
+                "the ground truth and its rounding differ"
+            )
             assert len(side["samples"]) >= 1
             assert all(sample["seconds"] > 0 for sample in side["samples"])
     assert {"torch", "transformers", "trl", "fastdpo", "peft", "python"} <= result["versions"].keys()
