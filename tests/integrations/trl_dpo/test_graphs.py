@@ -7,6 +7,7 @@ import torch
 
 from fastdpo.models import compiled
 from tests.support.comparison import assert_same_in_low_precision
+from tests.support.copies import set_newer
 from tests.support.kernels import recorder as recording
 from tests.support.trl.dpo import adapter, assert_same
 
@@ -39,12 +40,17 @@ def test_same_training(both, name):
     assert patched.calls["policy", "replayed"] >= 2
 
 
-@pytest.mark.parametrize("options", [dict(verify=True), dict(verify=True, compile=True)], ids=["layers", "compiled"])
+VERIFIED = {"layers": dict(verify=True), "compiled": dict(verify=True, compile=True), "a newer version": {}}
+
+
+@pytest.mark.parametrize("options", VERIFIED.values(), ids=VERIFIED)
 def test_verified_before_batches_are_recorded(both, caplog, monkeypatch, options):
     """A call that is verified runs the layers, with which each recording is compared. It is no first batch of its
     number of tokens: the same batch follows.
     """
     monkeypatch.setattr(compiled, "BACKEND", "eager")
+    if not options:
+        set_newer(monkeypatch, "trl")
     with caplog.at_level(logging.INFO, "fastdpo"):
         stock, patched = both(graphs=True, **options, max_steps=4)
     assert_same(stock, patched)
