@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import metrics, ops, ref_logps
     from .integrations.custom_loops import prepare, restore, score
-    from .integrations.line import TrainerLine
-    from .integrations.lines import register
     from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
     from .integrations.scored_rows import ScoredRows
     from .logs import NotFused
@@ -30,7 +28,6 @@ __all__ = [
     "PatchReport",
     "ScoredRows",
     "Seam",
-    "TrainerLine",
     "VerificationError",
     "calls",
     "metrics",
@@ -39,7 +36,6 @@ __all__ = [
     "patched",
     "prepare",
     "ref_logps",
-    "register",
     "restore",
     "score",
     "unpatch",
@@ -48,8 +44,6 @@ __all__ = [
 _MODULES = {"metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
 _HOMES = {
     ".integrations.custom_loops": ("prepare", "restore", "score"),
-    ".integrations.line": ("TrainerLine",),
-    ".integrations.lines": ("register",),
     ".integrations.patching": ("PatchError", "PatchReport", "Seam", "patch", "patched", "unpatch"),
     ".integrations.scored_rows": ("ScoredRows",),
     ".logs": ("NotFused",),

@@ -13,10 +13,7 @@ from fastdpo.commands.check.side import parse_fields
 from tests.support.documents import multimodal_tables, support_tables, trained
 from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
-RUN_ELSEWHERE = {
-    "docs/openrlhf.md": "tests/openrlhf/test_docs.py",
-    "docs/trainers.md": "tests/support/stand_ins/toy_package.py",
-}
+RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
 
 PYTHON = [block for block in blocks("python") if block.page not in RUN_ELSEWHERE]

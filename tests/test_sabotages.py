@@ -71,7 +71,7 @@ OTHERS = (
     "checkpointing that is enabled again without one more hook",
     *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),
     *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),
-    *("models that a trainer stores elsewhere", "losses of other trainers"),
+    "losses of other trainers",
     *("tokens that are learned", "tokens that are learned once"),
     "parameters written to modules",
     *("policies that run without gradients", "models that torch.compile has wrapped"),

@@ -22,7 +22,7 @@ from .. import __version__
 from ..integrations import patching
 from ..integrations.admission import packages
 from ..integrations.admission.versions import installed_version
-from ..integrations.lines import TRAINS_WITH, all_lines
+from ..integrations.lines import LINES, TRAINS_WITH
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
@@ -122,7 +122,7 @@ def package_findings() -> Iterator[Finding]:
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
-    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines() if line.versions))):
+    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in LINES))):
         version = installed_version(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
@@ -148,7 +148,7 @@ def _optional(package: str, version: str) -> Finding:
         return Finding(OFF, package, f"{version}: off, {reason.named}")
     if package in packages.PACKAGES:
         return Finding(OK, package, f"{version}: {packages.description(package)}")
-    lines = [line for line in all_lines() if line.distribution == package]
+    lines = [line for line in LINES if line.distribution == package]
     if not lines:
         trains_with = " and ".join(TRAINS_WITH.get(package, ()))
         return Finding(OK, package, f"{version}: trains with {trains_with}" if trains_with else version)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..checks import require_flags, shown
-from ..integrations.lines import all_lines, targeted_trainers
+from ..integrations.lines import LINES, targeted_trainers
 from ..integrations.options import checked_options
 from ..logs import STRICT
 from .startup.sitecustomize import VARIABLE
@@ -51,7 +51,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
     settings = {
         "pid": os.getpid(),
         "notes": notes,
-        "trainers": {m: line.trainer for line in all_lines() if line.trainer in trainers for m in line.trainer_modules},
+        "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
         "options": given,
     }
     startup = str(Path(__file__).parent / "startup")

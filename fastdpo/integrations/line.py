@@ -78,13 +78,6 @@ class TrainerLine:
     "module:name" if it is one of another module.
 
     Attributes:
-        name: of the trainer, such as "trl.DPOTrainer". It begins with the name of its package, and
-            ends as that of its class does.
-        versions: the supported versions of its distribution, such as ">=1.15,<1.17", or "" for a class that has no
-            distribution, such as that of a script.
-        modules: the modules that may define the class, in the order in which they are tried.
-        by_default: whether `patch()` without targets patches the trainer.
-        distribution: the name of the distribution, if it is not that of the package.
         class_name: that of the class, if the last part of `name` is not.
         parameters: of functions that are replaced or relied on, the names of their parameters. "..." at the end stands
             for any others.
@@ -96,16 +89,12 @@ class TrainerLine:
             is given the stock function in front of the arguments of a call.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
         rewards: how the trainer's model scores rows, if it is a reward model.
+        name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
+        modules: the modules that may define the class, in the order in which they are tried.
         newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
     """
-
-    name: str
-    versions: ClassVar[str]
-    modules: tuple[str, ...]
-    by_default: ClassVar[bool] = True
-    distribution: ClassVar[str | None] = None
 
     class_name: ClassVar[str | None] = None
     parameters: ClassVar[Mapping[str, list[str]]] = {}
@@ -117,15 +106,8 @@ class TrainerLine:
 
     options: PatchOptions
 
-    def __init__(
-        self,
-        name: str | None = None,
-        modules: tuple[str, ...] | None = None,
-        newer: Collection[str] = (),
-    ):
-        """Name and modules are those of the class if they are not given."""
-        self.name, self.modules = name or self.name, modules or self.modules
-        self.newer = newer
+    def __init__(self, name: str, modules: tuple[str, ...], newer: Collection[str] = ()):
+        self.name, self.modules, self.newer = name, modules, newer
         self.replacements = Replacements()
         self._patched_class: Any = None
         # By their ids: a trainer class that is a dataclass has instances without a hash.

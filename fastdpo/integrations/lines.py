@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..checks import shown, suggested
-from ..logs import warn
 from .admission import packages
 from .admission.versions import DISTRIBUTIONS, installed_version
 
@@ -25,16 +22,15 @@ class Line(NamedTuple):
 
     Attributes:
         trainer: name of the trainer, which begins with the name of the package that is imported.
-        versions: versions of its distribution that are supported, or "" for a class without one, such as a script's.
-        line_class: the `TrainerLine` that patches the trainer, or its module in `fastdpo.integrations`
-            and its name.
+        versions: versions of its distribution that are supported.
+        line_class: the module in `fastdpo.integrations` and the name of the `TrainerLine` that patches the trainer.
         trainer_modules: modules that may define the trainer's class.
         by_default: whether `patch()` without targets patches the trainer.
     """
 
     trainer: str
     versions: str
-    line_class: str | type[TrainerLine]
+    line_class: str
     trainer_modules: tuple[str, ...]
     by_default: bool = True
 
@@ -47,10 +43,8 @@ class Line(NamedTuple):
         return DISTRIBUTIONS.get(self.package, self.package)
 
     def supports(self, version: str | None) -> bool:
-        """Whether the line supports a version of its distribution. None: there is no distribution."""
-        if version is None or not self.versions:
-            return not self.versions
-        return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
+        """Whether the line supports a version of its distribution. None: it is not installed."""
+        return version is not None and SpecifierSet(self.versions).contains(Version(version), prereleases=True)
 
     def precedes(self, version: str) -> bool:
         """Whether a version, which may be a pre-release, is newer than all of the line's."""
@@ -68,11 +62,9 @@ class Line(NamedTuple):
 
     def load(self) -> TrainerLine:
         """The trainer line itself. Imports torch."""
-        kind = self.line_class
-        if isinstance(kind, str):
-            module, _, name = kind.partition(":")
-            kind = getattr(importlib.import_module(f".{module}", __package__), name)
-        return kind(self.trainer, self.trainer_modules, self.newer())
+        module, _, name = self.line_class.partition(":")
+        line_class = getattr(importlib.import_module(f".{module}", __package__), name)
+        return line_class(self.trainer, self.trainer_modules, self.newer())
 
 
 DPO = "trl.DPOTrainer"
@@ -131,67 +123,18 @@ Target = str | type
 """A trainer by its name or its class, or a package by its name."""
 
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
-"""The names of fastdpo's own trainers."""
+"""The names of all trainers."""
 
-ENTRY_POINTS = "fastdpo.trainer_lines"
-"""The group of entry points by which other packages add their trainer lines."""
-
-registered: dict[tuple[str, str], Line] = {}
-"""The lines from outside, by trainer and versions."""
+PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
+"""Their packages."""
 
 TRAINS_WITH = {"axolotl": ("trl.DPOTrainer", "trl.RewardTrainer")}
 """Programs without trainers of their own, and the trainers that they train with, of those that are known."""
 
 
-def register(line: type[TrainerLine]) -> None:
-    """Adds a trainer line, so that `patch()` and `fastdpo run` know its trainer.
-
-    A line of the same trainer and versions replaces an earlier one. A package whose lines are to be
-    known without this call, such as to `fastdpo run`, declares them as entry points in the group
-    "fastdpo.trainer_lines".
-
-    Args:
-        line: a subclass of `TrainerLine` that defines `name`, `versions` and `modules`.
-
-    Raises:
-        TypeError: the class does not define them.
-        ValueError: the name is not of the form "package.Trainer", or the versions are not a specifier.
-    """
-    missing = [name for name in ("name", "versions", "modules") if not hasattr(line, name)]
-    if not isinstance(line, type) or missing:
-        rule = "be a subclass of fastdpo.TrainerLine with name, versions and modules"
-        raise TypeError(f"register: line must {rule}; got {shown(line)}")
-    package, _, trainer = line.name.partition(".")
-    if not package or not trainer:
-        raise ValueError(f'register: name must be of the form "package.Trainer"; got {line.name!r}')
-    try:
-        SpecifierSet(line.versions)
-    except InvalidSpecifier as error:
-        raise ValueError(f'register: versions must be a specifier such as ">=1.2,<2"; got {line.versions!r}') from error
-    if line.distribution is not None:
-        DISTRIBUTIONS[package] = line.distribution
-    entry = Line(line.name, line.versions, line, line.modules, line.by_default)
-    registered[line.name, line.versions] = entry
-
-
-def all_lines() -> tuple[Line, ...]:
-    """fastdpo's own lines, and those from outside."""
-    register_entry_points()
-    return (*LINES, *registered.values())
-
-
 def lines_of(trainer: str) -> list[Line]:
     """Those of a trainer, the newest first."""
-    return [line for line in all_lines() if line.trainer == trainer]
-
-
-@functools.cache
-def register_entry_points() -> None:
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            register(entry_point.load())
-        except Exception as error:  # of any kind: another package must not keep trainers from being patched
-            warn(f"the trainer line {entry_point.value} cannot be loaded: {' '.join(str(error).split())}")
+    return [line for line in LINES if line.trainer == trainer]
 
 
 def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
@@ -210,22 +153,14 @@ def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
         TypeError: a target is neither a name nor a class.
         ValueError: a target is unknown, or a list is empty.
     """
-    trainers, packages = _names()
     names = [_target_name(op, target) for target in _flat(op, targets)]
     if names:
-        lines = [line for package in packages if package in names for line in _lines_of(package)]
+        lines = [line for package in PACKAGES if package in names for line in _lines_of(package)]
     else:
-        without = {line.package for line in all_lines() if not line.versions}
-        installed = [x for x in packages if x in without or installed_version(x) is not None]
-        lines = [line for package in installed or packages for line in _lines_of(package) if line.by_default]
+        installed = [x for x in PACKAGES if installed_version(x) is not None]
+        lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
     chosen = {*names, *(line.trainer for line in lines)}
-    return [trainer for trainer in trainers if trainer in chosen]
-
-
-def _names() -> tuple[list[str], list[str]]:
-    """The names of all trainers and of their packages."""
-    lines = all_lines()
-    return list(dict.fromkeys(x.trainer for x in lines)), list(dict.fromkeys(x.package for x in lines))
+    return [trainer for trainer in TRAINERS if trainer in chosen]
 
 
 def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
@@ -240,21 +175,20 @@ def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
 
 def _target_name(op: str, target: object) -> str:
     """The name of a trainer or of a package."""
-    trainers, packages = _names()
-    rule = f"{op}: targets must be among {', '.join(trainers)} or their packages, by name, or be trainer classes"
+    rule = f"{op}: targets must be among {', '.join(TRAINERS)} or their packages, by name, or be trainer classes"
     if isinstance(target, str):
-        if target in trainers or target in packages:
+        if target in TRAINERS or target in PACKAGES:
             return target
         trains_with = TRAINS_WITH.get(target)
         advice = (
             f", which trains with {' and '.join(trains_with)}"
             if trains_with
-            else suggested(target, (*trainers, *packages))
+            else suggested(target, (*TRAINERS, *PACKAGES))
         )
         raise ValueError(f"{rule}; got {shown(target)}{advice}")
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")
-    for line in all_lines():
+    for line in LINES:
         if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
             return line.trainer
     raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
@@ -262,6 +196,6 @@ def _target_name(op: str, target: object) -> str:
 
 def _lines_of(package: str) -> list[Line]:
     """The lines of a package that support the installed version, or all lines if none does."""
-    lines = [line for line in all_lines() if line.package == package]
+    lines = [line for line in LINES if line.package == package]
     version = installed_version(package)
     return [line for line in lines if line.supports(version)] or lines

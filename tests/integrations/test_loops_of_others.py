@@ -6,7 +6,6 @@ import random
 import sys
 import types
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdpo
-from fastdpo.integrations import lines
 from tests.support import ROOT
 from tests.support.comparison import assert_far_from_same, assert_same_training, double, sharpen
 from tests.support.loops import Pair
@@ -153,62 +151,6 @@ def test_the_recipe_of_torchtune(tmp_path):
         ranks(1, tmp_path / str(i), lambda _, x=x: run_torchtune(folder, x)) for i, x in enumerate(sources)
     )
     assert_same_training(stock, found)
-
-
-class BasicTrainerLine(fastdpo.TrainerLine):
-    name = "loops.BasicTrainer"
-    versions = ""
-    modules = ("loops_of_mitchell",)
-    parameters: ClassVar = {"concatenated_forward": ["self", "model", "batch"], "log": ["self", "step", "metrics"]}
-    replaced = ("concatenated_forward", "log")
-    path = ("get_batch_metrics", "concatenated_forward")
-
-    def models(self, trainer):
-        return {"policy": trainer.policy, "reference": trainer.reference_model}
-
-    def concatenated_forward(self, stock, trainer, model, batch):
-        if not self.calls(trainer, model):
-            return stock(trainer, model, batch)
-        rows = self.module().concatenated_inputs(batch)
-        inputs = {name.removeprefix("concatenated_"): x for name, x in rows.items()} | {"use_cache": False}
-        return self.score(
-            model, inputs, lambda rows: rows.sums().chunk(2), lambda called: stock(trainer, called, batch)
-        )
-
-    def log(self, stock, trainer, step, metrics):
-        self.first_log(trainer)
-        stock(trainer, step, metrics)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_line_for_a_trainer_that_is_not_changed(family, monkeypatch):
-    """A clone that is on the path, which stores its models as `policy` and `reference_model`."""
-    monkeypatch.setattr(lines, "registered", {})
-    module = types.ModuleType("loops_of_mitchell")
-    exec(compile(source_of("mitchell"), "loops_of_mitchell", "exec"), vars(module))
-    for value in vars(module).values():
-        if isinstance(value, type):
-            value.__module__ = module.__name__
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    fastdpo.register(BasicTrainerLine)
-
-    def train() -> SimpleNamespace:
-        policy, reference = models(family)
-        done = SimpleNamespace(logs=[], gradients=[])
-
-        def record(**logs):
-            done.gradients.append({key: x.grad.clone() for key, x in policy.named_parameters()})
-            done.logs.append({key: float(x) for key, x in logs.items()})
-
-        module.train(policy, reference, batches(), record)
-        return done
-
-    stock, before = train(), fastdpo.calls.copy()
-    with fastdpo.patched(module.BasicTrainer) as report:
-        assert str(report) == "fastdpo: loops.BasicTrainer: on"
-        found = train()
-    assert {(kind, path) for _, kind, path in fastdpo.calls - before} == {("policy", "fused"), ("reference", "fused")}
-    assert_same_training(stock, found, lambda: run("mitchell", *map(double, models(family))))
 
 
 ON_RANKS = {"ddp": "mitchell", "fsdp2": "nemo_rl"}
