@@ -68,7 +68,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
 def _program(command: Sequence[str]) -> list[str]:
     """The command as arguments of `execv`."""
     if not command:
-        raise ValueError("run: command must not be empty")
+        raise ValueError("run: command must not be empty; got []")
     name, *arguments = command
     is_script = name.endswith(".py") and Path(name).exists()
     if name == "-m" or is_script or (Path(name) / "__main__.py").is_file():
