@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, VeloraConfig, get_peft_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from peft import LoraConfig, VeloraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -147,6 +148,35 @@ def test_a_hook_on_every_module_that_comes_late(options, monkeypatch):
         assert seen == expected * watches
     assert ("replayed" in paths[2]) == ("graphs" in options)
     assert ["fused" in x for x in paths] == [True, True, True, False, True]
+
+
+def recorded_states(model):
+    model(input_ids=IDS, output_hidden_states=True, use_cache=False)
+    return model
+
+
+def on_a_device(model):
+    for layer in model.model.layers:
+        add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    return model
+
+
+KNOWN_HOOKS = {
+    "transformers, for hidden states": recorded_states,
+    "accelerate": on_a_device,
+    "PEFT": lambda model: prepare_model_for_kbit_training(get_peft_model(model, LoraConfig(**LORA))),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "before"])
+@pytest.mark.parametrize("name", KNOWN_HOOKS)
+def test_hooks_of_libraries_leave_a_model_fused(name, first):
+    """Those of engines are in tests/ranks."""
+    model, hook = fastdpo.prepare(tiny_model().train()), KNOWN_HOOKS[name]
+    paths = [] if first else [scored(model)]
+    model = hook(model).requires_grad_(True)
+    paths += [scored(model), scored(model)]
+    assert set(paths) == {"fused"}
 
 
 @pytest.mark.parametrize("init_type", ["batch_average_once", "batch_average"])
