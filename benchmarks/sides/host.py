@@ -179,8 +179,7 @@ def replace_graphs(launches: list[str], models: list[nn.Module]) -> None:
     graphs.DEVICE, graphs.record = "cpu", record
     graphs.Recording.distance_of = lambda recording, hidden: 0.0
     for model in models:
-        state = vars(base_of(model, "host"))[ATTRIBUTE]
-        state.graphs = None  # which has found that the CPU has none
+        vars(base_of(model, "host"))[ATTRIBUTE].runner.graphs.forget()  # which has found that the CPU has none
 
 
 def take_path_of_gpu(attend: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, sharding, support
 from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call, rounding
-from .compiled import CompiledLayers
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
-from .graphs import Graphs
 from .sharding import shared_reason
 from .state import (
     MODELS,
@@ -55,29 +53,62 @@ models that are switched back and forth.
 """
 
 
-def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
-    """Decides how a call runs, verifies it, and counts it. Returns None, with a logged reason, if it falls back.
+class Route(NamedTuple):
+    """How a call runs, and why not otherwise.
 
-    Ranks that run a model together must run the same modules in the same order. In their first call
-    they agree on whether the model is supported (`model_reason`). Any other reason is `own`: a rank may
-    have it alone, and then runs the modules on its padded batch.
+    Ranks that run a model together must run the same modules in the same order. In their first call they agree on
+    whether the model is supported.
+
+    Attributes:
+        batch: packed, or padded next to ranks that run their packed batches; None if the call falls back.
+        reason: why all calls of the model fall back, on all of these ranks.
+        own: why the call is not packed. A rank may have this reason alone.
     """
+
+    batch: RunnableBatch | None
+    reason: Reason | None = None
+    own: Reason | None = None
+
+
+def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
+    """How a call runs. It is compared, if calls are, and counted. None, with a logged reason, if it falls back."""
     fused.was_called = True
-    batch, reason = None, None
-    own = None if fused.lasting_reason_of(model) else _call_reason(model, fused, args, kwargs)
-    if own is None or sharding.is_sharded(model):
-        reason = model_reason(model, fused, device_of(model, args, kwargs))
-        if reason is None:
-            batch, own = _route(model, fused, cast(Verdict, fused.verdict), own, args, kwargs)
+    route = _route(model, fused, args, kwargs)
     is_compared = fused.options.verify or fused.options.newer
-    if batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
-        reason = fused.lasting_reason = verify(model, fused, batch, args, kwargs)
+    if route.batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
+        reason = fused.lasting_reason = verify(model, fused, route.batch, args, kwargs)
         if reason is not None:
             restore(model, fused)
-            batch = None
+            route = route._replace(batch=None, reason=reason)
+    _count(model, fused, route, kwargs.get("input_ids", args[0] if args else None))
+    return route.batch
+
+
+def _route(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Route:
+    call_reason = None if fused.lasting_reason_of(model) else _call_reason(model, fused, args, kwargs)
+    if call_reason is not None and not sharding.is_sharded(model):
+        return Route(None, own=call_reason)
+    reason = model_reason(model, fused, device_of(model, args, kwargs))
+    if reason is not None:
+        return Route(None, reason, call_reason)
+    verdict = cast(Verdict, fused.verdict)
+    call_reason = call_reason or verdict.scoring_reason
+    own = call_reason or verdict.packing_reason
+    if own is None:
+        try:
+            return Route(_packed(model, fused, verdict, kwargs))
+        except NotPackable as error:
+            own = error.reason
+    # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
+    runs_padded = sharding.is_sharded(model) and (fused.prior_scores or call_reason is None)
+    return Route(_padded(fused, verdict, args, kwargs) if runs_padded else None, own=own)
+
+
+def _count(model: PreTrainedModel, fused: FusedForward, route: Route, ids: object) -> None:
+    """Counts a call and its tokens, and logs why it falls back."""
+    batch, reason, own = route
     integration, kind = fused.options.integration, kind_of_call(model, fused)
     calls.calls[integration, kind, "stock" if batch is None else "fused" if own is None else "padded"] += 1
-    ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, Tensor):
         used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
         calls.count_tokens(integration, ids.numel(), *used)
@@ -85,23 +116,6 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         log_once(fused, cast(Reason, reason or own), kind)
     if own is None:
         _note_model(fused, kind, reason)
-    return batch
-
-
-def _route(
-    model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call_reason: Reason | None, args: tuple, kwargs: dict
-) -> tuple[RunnableBatch | None, Reason | None]:
-    """How a call of a supported model runs, and why it does not run packed."""
-    call_reason = call_reason or verdict.scoring_reason
-    own = call_reason or verdict.packing_reason
-    if own is None:
-        try:
-            return _packed(model, fused, verdict, kwargs), None
-        except NotPackable as error:
-            own = error.reason
-    # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
-    runs_padded = sharding.is_sharded(model) and (fused.prior_scores or call_reason is None)
-    return _padded(fused, verdict, args, kwargs) if runs_padded else None, own
 
 
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
@@ -158,13 +172,11 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     Raises:
         NotPackable: the batch has no packed form.
     """
-    if fused.options.compile:
-        name = f"{fused.options.integration} ({fused.options.role})"
-        fused.compiled = fused.compiled or CompiledLayers(name)
-        fused.compiled.begin(model, fused.structure, kind_of_call(model, fused))
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
+    obstacle = _obstacle(model, fused, verdict, kwargs) if given is None else "is given images"
+    kind = kind_of_call(model, fused)
+    replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
     if given is None:
-        graphs = _graphs(model, fused, verdict, "trains its routers" if verdict.routes_in(kwargs) else None)
         layout = layout_of_call(model, fused, kwargs, tokens=rounding(fused.options.graphs))
         if verdict.has_own_code:
             _examine_length(model, fused, verdict, len(layout.token_index), kwargs)
@@ -172,11 +184,19 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
         if size is not None and not 0 <= least <= largest < size:
             raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))
-        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), graphs=graphs)
+        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), replays=replays)
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
-    _graphs(model, fused, verdict, "is given images")
     return images.pack_examined(model, fused, given, kwargs)
+
+
+def _obstacle(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> str | None:
+    """What the model does in a call that cannot be recorded, if any is."""
+    if not fused.options.graphs:
+        return None
+    if verdict.routes_in(kwargs):
+        return "trains its routers"
+    return "draws random numbers" if model.training and is_random(model, fused) else None
 
 
 def _examine_length(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, tokens: int, kwargs: dict) -> None:
@@ -204,16 +224,6 @@ def _examine_length(model: PreTrainedModel, fused: FusedForward, verdict: Verdic
 
 def _power_of_two(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
-
-
-def _graphs(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, obstacle: str | None) -> Graphs | None:
-    """The CUDA graphs of a model, if its call may replay one."""
-    if not fused.options.graphs:
-        return None
-    if obstacle is None and model.training and is_random(model, fused):
-        obstacle = "draws random numbers"
-    graphs = fused.graphs = fused.graphs or Graphs(fused.options.integration, fused.options.role)
-    return graphs if graphs.begin(model, verdict.backbone, verdict, kind_of_call(model, fused), obstacle) else None
 
 
 def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:

@@ -25,6 +25,7 @@ from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
 from .functions import autocast_of
 from .parts import find_base, input_device_of, text_config
+from .running import Runner
 from .scoring import prior_logits, score
 from .sharding import is_sharded
 from .state import (
@@ -67,7 +68,8 @@ def install(
         reason = support.forward_unsupported_reason(model)
     transform = facts.logit_transform(text_config(model)) if prior_scores else None
     prior = model.forward, prior_scores, autocast_of(model.forward)
-    fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, state_of(model))
+    runner = Runner(options.integration, options.role, options.compile, options.graphs)
+    fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, runner, state_of(model))
     if reason is not None:
         log_once(fused, reason)
 

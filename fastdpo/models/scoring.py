@@ -35,8 +35,8 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
     routed = verdict.routes_in(kwargs)
     routing = {"output_router_logits": True} if routed else {}
     router_logits, hidden = None, None
-    if batch.graphs is not None:
-        hidden = batch.graphs.states(verdict, batch.inputs, layout.score_index)
+    if batch.replays:
+        hidden = fused.runner.replayed(verdict, batch.inputs, layout.score_index)
     if hidden is None:
         output = verdict.backbone(*batch.args, **batch.inputs, **routing)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]

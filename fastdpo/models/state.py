@@ -18,19 +18,17 @@ from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
 from . import attention, head, pickling, sharding
-from .compiled import CompiledLayers
 from .examine.probe import LeftPadding, ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
 from .mixers import finding
 from .parts import backbone, text_config, vocabulary_of
 from .pickling import ATTRIBUTE
 from .reward_head import RewardHead
+from .running import Runner
 from .structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from .graphs import Graphs
 
 SharePrompts = bool | Literal["deterministic"]
 """Whether rows share what they begin with: always, never, or only where a model is not random."""
@@ -115,14 +113,14 @@ class RunnableBatch(NamedTuple):
         inputs: arguments of the backbone.
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
-        graphs: those of the model, if the call may replay one.
+        replays: whether the call may replay a CUDA graph.
     """
 
     layout: Layout
     inputs: dict[str, Any]
     args: tuple = ()
     bare_head: bool = False
-    graphs: Graphs | None = None
+    replays: bool = False
 
 
 class ProbeKey(NamedTuple):
@@ -216,6 +214,7 @@ class FusedForward:
         lasting_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `deciding.choose`, excluded from compilation.
         examine: `deciding.model_reason`, excluded from compilation.
+        runner: of the backbone.
         inner: an earlier fused forward, if other code has wrapped it since.
         is_switched: whether the model takes packed batches.
         forward: the function that is the model's forward now.
@@ -237,8 +236,6 @@ class FusedForward:
         verified: the kinds of calls, with gradients (True) and without (False), that are not to be
             verified any more.
         has_logged_dropout: whether it was logged that prompts are not shared.
-        compiled: the layers of the model, if packed calls run them compiled.
-        graphs: its CUDA graphs, if packed calls replay them.
     """
 
     options: ForwardOptions
@@ -250,6 +247,7 @@ class FusedForward:
     lasting_reason: Reason | None
     choose: Callable[..., RunnableBatch | None]
     examine: Callable[..., Reason | None]
+    runner: Runner
     inner: FusedForward | None
     is_switched: bool = False
     forward: Callable | None = None
@@ -267,8 +265,6 @@ class FusedForward:
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
     has_logged_dropout: bool = False
-    compiled: CompiledLayers | None = None
-    graphs: Graphs | None = None
 
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in its mode, sharded if it is, and with gradients if it trains."""
@@ -320,10 +316,7 @@ def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
 
 def restore(model: PreTrainedModel, fused: FusedForward) -> None:
     """Gives a model its own attention, its own head and its own layers back."""
-    if fused.compiled is not None:
-        fused.compiled.restore()
-    if fused.graphs is not None:
-        fused.graphs.forget()
+    fused.runner.restore()
     restore_padded(model, fused)
 
 

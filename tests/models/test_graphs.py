@@ -541,7 +541,7 @@ def test_the_oldest_recording_goes(monkeypatch, recorder):
         run(model, given)
     gc.collect()
     assert (replays(), len(recorder.recordings)) == (3, 2)
-    assert copy.deepcopy(model.__dict__["_fastdpo_forward"].graphs) is not None
+    assert copy.deepcopy(model.__dict__["_fastdpo_forward"].runner.graphs) is not None
     run(model, sizes[0])
     gc.collect()
     assert (replays(), len(recorder.recordings)) == (4, 2)

@@ -150,7 +150,7 @@ def _compare(
             with perturbed(layers_of(model), random_rounding, unit):
                 rounded = outcome(_prior_results, args, kwargs)
         # A recording needs two batches, and is compared with the layers when it is made.
-        found = outcome(_fused_results, model, batch._replace(graphs=None), kwargs)
+        found = outcome(_fused_results, model, batch._replace(replays=False), kwargs)
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
     wrong = ", ".join(str(x) for x in differences if not x.explained)
     if wrong:
@@ -165,8 +165,9 @@ def _compare(
 
 def _how(fused: FusedForward, batch: RunnableBatch) -> str:
     """What ran the layers of a call that was compared, in words, if it was not the model alone."""
-    layers = "compiled layers" if fused.compiled is not None and fused.compiled.layers else "layers"
-    if batch.graphs is not None:
+    compiled = fused.runner.compiled
+    layers = "compiled layers" if compiled is not None and compiled.layers else "layers"
+    if batch.replays:
         return f" with its {layers}, which CUDA graphs are compared with"
     return f" with its {layers}" if layers != "layers" else ""
 

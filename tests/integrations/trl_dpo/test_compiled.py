@@ -349,7 +349,7 @@ def test_families(name):
     for a, b in zip(found[0], expected[0], strict=True):
         assert_close(a, b)
     assert_same_gradients([found[1]], [expected[1]])
-    reason = state_of(model).compiled.reason
+    reason = state_of(model).runner.compiled.reason
     assert (str(graphs()) if reason is None else reason.name) == TABLE[name]
     fastdpo.restore(model)
     assert not any("_compiled_call_impl" in vars(x) for x in model.modules())
@@ -369,4 +369,4 @@ def test_images():
         results.append((scored.logps.detach(), step(model, scored.logps)))
     assert_close(results[1][0], results[0][0])
     assert_same_gradients([results[1][1]], [results[0][1]])
-    assert (graphs(), state_of(model).compiled.reason) == (1, None)
+    assert (graphs(), state_of(model).runner.compiled.reason) == (1, None)
