@@ -150,9 +150,6 @@ class TrainerLine:
             owner = self.trainer_class() if name == written else self.module()
             self.replacements.wrap(owner, name, getattr(self, name))
 
-    def new_state(self) -> TrainerState:
-        return TrainerState(name=self.name)
-
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Calls the `__init__` of a trainer that has a state."""
         stock(trainer, *args, **kwargs)
@@ -368,7 +365,7 @@ class TrainerLine:
             leave_unpatched(trainer, self.name, reason)
             self.init_unpatched(stock, trainer, *args, **kwargs)
             return
-        vars(trainer)[STATE] = self.new_state()
+        vars(trainer)[STATE] = TrainerState(name=self.name)
         self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
         self.watch_first_log(trainer)
