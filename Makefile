@@ -41,7 +41,7 @@ WHEEL := .venv-wheel
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
-	bench bench-llamafactory bench-gpu gpu-wheels gpu-flash-attn clean
+	bench bench-llamafactory bench-ops bench-gpu gpu-wheels gpu-flash-attn clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -240,6 +240,11 @@ bench: $(READY) $(LIGER)
 	status=0; for suite in $(SUITES); do \
 		$(BIN)/python -m benchmarks.run --suite $$suite --json out/$$suite.json $(ARGS) || status=1; \
 	done; exit $$status
+
+bench-ops: $(READY)
+	mkdir -p out
+	$(BIN)/python -m pytest benchmarks/test_ops.py --benchmark-only --benchmark-group-by=group \
+		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
 # On a machine with a GPU, with the Python that is installed there. If the tests of the ops fail, no suite is timed, nor
 # is the first step. The accuracy is measured in any case, and one failing step makes the exit status non-zero. With GPU_DEVICE=cpu and
