@@ -85,8 +85,8 @@ fuzz: $(READY)
 # Before a release: ops on a CPU, with kernels that are compiled for NVIDIA architectures and executed in NumPy by
 # tools/ptx, and its own tests.
 PTX_TARGETS ?= sm80 sm90
-PTX_TESTS := tests/ops/test_token_logps.py tests/ops/test_linear_logps.py tests/ops/test_packed_attention.py \
-	-k "each_option or each_mode or a_gap_of or large_logits or special_rows or probability or (every_feature and pairs and not blocks)"
+PTX_TESTS := $(patsubst %,tests/ops/test_%.py,contract token_logps linear_logps packed_attention) \
+	-k "plain_pytorch or each_mode or a_gap_of or large_logits or special_rows or probability or (every_feature and pairs and not blocks)"
 test-ptx: $(READY)
 	status=0; $(BIN)/python -m pytest tools/ptx/tests $(ARGS) || status=1; for target in $(PTX_TARGETS); do \
 		$(BIN)/python -m pytest -p tools.ptx.plugin --target $$target $(PTX_TESTS) $(ARGS) || status=1; \

@@ -1,19 +1,18 @@
-"""linear_logps: accuracy in every backward mode, bitwise equal forwards, bounded memory, errors."""
+"""linear_logps: equal forwards in every mode, extreme logits, bounded memory. `test_contract.py` has the rest."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fastdpo.ops import definitions, linear_logps
-from fastdpo.ops.head.results import STATISTICS
 from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import (
     LEAVES,
+    MODES,
     OPTIONS,
     OUTPUTS,
     REAL_OUTPUTS,
-    Dropped,
     doubled,
     head_inputs,
     results_and_gradients,
@@ -23,11 +22,6 @@ from tests.support.ops.special_rows import special_row
 INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-SHAPES = {  # draws, N, V, D, rows of a tile
-    "degenerate": (64, 1, 2, 3, 8),  # one token, and one vocabulary entry besides its target
-    "ragged": (1, 37, 131, 24, 64),  # one tile, with sizes that no block size divides
-    "tiles": (1, 37, 131, 24, 8),  # four tiles and a tail of five rows
-}
 OVERFLOWS = (
     "an infinite target",
     "an infinite other",
@@ -36,15 +30,6 @@ OVERFLOWS = (
     "an impossible target",
     "nothing possible",
 )
-MODES = {  # inputs that need a gradient, and rows whose gradient tiles fit in the budget
-    "nothing": ((), 1000),  # evaluation, the reference model
-    "frozen": (("hidden",), 1000),  # LoRA: the gradient is formed in the forward
-    "kept": (LEAVES, 1000),  # all tiles are kept for the backward
-    "some kept": (LEAVES, 20),  # two tiles of eight rows are kept; the others are recomputed
-    "recomputed": (LEAVES, 0),  # no tile is kept
-    "weight alone": (("weight",), 20),  # a head on a frozen body
-    "bias alone": (("bias",), 20),  # only one parameter of the head is trained
-}
 
 
 @pytest.fixture
@@ -63,82 +48,20 @@ def mode(rows_of_a_tile):
     return arguments
 
 
-def assert_clear_tops_agree(is_top1, inputs, softcap=None, logit_scale=1.0):
-    """Compares is_top1 except where rounding may swap or tie the two largest logits."""
-    eps = torch.finfo(inputs["hidden"].dtype).eps
-    inputs = doubled(inputs)
-    logits = F.linear(inputs["hidden"], inputs["weight"], inputs["bias"])
-    best = logits.topk(2).values
-    clear = (best[:, 0] - best[:, 1] > 0.5 + 2 * eps * best[:, 0].abs()) & (inputs["targets"] != -100)
-    if softcap is not None:  # capped logits can only be distinguished where tanh is not saturated
-        clear &= best[:, 0] * logit_scale / softcap < 4
-    assert torch.equal(is_top1[clear], (logits.argmax(-1) == inputs["targets"])[clear])
-
-
-def assert_accurate(*draws, memory_budget=1 << 20, **options):
-    """Compares errors over all draws together: for one token, eager may be exact by chance."""
-
-    def collected(op, draws, dtype=None, **more):
-        calls = [
-            results_and_gradients(op, inputs, upstream.to(dtype or upstream.dtype), **options, **more)
-            for inputs, upstream in zip(draws, upstreams, strict=True)
-        ]
-        results = {name: torch.cat([getattr(results, name) for results, _ in calls]) for name in OUTPUTS}
-        leaves = calls[0][1].keys()
-        return results, {name: torch.cat([gradients[name] for _, gradients in calls]) for name in leaves}
-
-    upstreams = [torch.randn(2, len(inputs["targets"])) for inputs in draws]
-    mine, gradients = collected(linear_logps, draws, memory_budget=memory_budget)
-    eager, eager_gradients = collected(definitions.linear_logps, draws)
-    exact, exact_gradients = collected(definitions.linear_logps, [doubled(inputs) for inputs in draws], torch.float64)
-    for name in REAL_OUTPUTS:
-        assert_as_accurate_as(mine[name], eager[name], exact[name])
-    transform = {name: value for name, value in options.items() if name in ("softcap", "logit_scale")}
-    for inputs, is_top1 in zip(draws, mine["is_top1"].split([len(u[0]) for u in upstreams]), strict=True):
-        assert_clear_tops_agree(is_top1, inputs, **transform)
-    assert gradients.keys() == exact_gradients.keys()
-    for name, gradient in gradients.items():
-        assert gradient.dtype == draws[0][name].dtype
-        assert_as_accurate_as(gradient, eager_gradients[name], exact_gradients[name])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_results_and_gradients_are_as_accurate_as_eager(shape, dtype, rows_of_a_tile):
-    draws, n, v, d, rows = SHAPES[shape]
-    rows_of_a_tile(rows, v, dtype)
-    assert_accurate(*(head_inputs(n, v, d, dtype) for _ in range(draws)), **OPTIONS["all"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_each_option_is_as_accurate_as_eager(option, dtype):
-    assert_accurate({**head_inputs(23, 67, 24, dtype), "bias": None}, **OPTIONS[option])
-
-
-def test_a_bias_without_options_is_as_accurate_as_eager():
-    assert_accurate(head_inputs(23, 67, 24))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODES)
-def test_each_mode_is_as_accurate_as_eager(name, dtype, mode):
-    assert_accurate(head_inputs(37, 131, 24, dtype), **mode(name, dtype), **OPTIONS["all"])
-
-
-@pytest.mark.parametrize("differentiate", [("entropy",), ("logps", "entropy")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed", "bias alone"])
-def test_gradients_through_entropy(name, dtype, differentiate, mode):
-    assert_accurate(head_inputs(37, 131, 24, dtype), differentiate=differentiate, **mode(name, dtype), **OPTIONS["all"])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
 def test_gradients_through_entropy_are_accurate_for_large_logits(name, dtype, mode):
     inputs = head_inputs(37, 131, 24, dtype)
     inputs["bias"].fill_(1000)
-    assert_accurate(inputs, differentiate=("entropy",), **mode(name, dtype))
+    options = {**mode(name, dtype), "differentiate": ("entropy",)}
+    mine = results_and_gradients(linear_logps, inputs, **options)
+    options.pop("memory_budget")
+    eager = results_and_gradients(definitions.linear_logps, inputs, **options)
+    exact = results_and_gradients(definitions.linear_logps, doubled(inputs), **options)
+    for output in REAL_OUTPUTS:
+        assert_as_accurate_as(*(getattr(results, output) for results, _ in (mine, eager, exact)))
+    for leaf in options["needs"]:
+        assert_as_accurate_as(*(gradients[leaf] for _, gradients in (mine, eager, exact)))
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
@@ -189,15 +112,6 @@ def test_no_grad_keeps_no_tiles(mode, trace):
         assert torch.equal(logps, linear_logps(**leaves, targets=inputs["targets"], memory_budget=budget).logps)
 
 
-@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
-def test_deterministic(name, mode):
-    inputs, upstream = head_inputs(37, 131, 24, torch.bfloat16), torch.randn(2, 37)
-    options = mode(name, torch.bfloat16)
-    first, second = (results_and_gradients(linear_logps, inputs, upstream, **options) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
-    assert all(torch.equal(first[1][leaf], second[1][leaf]) for leaf in options["needs"])
-
-
 def test_the_error_of_the_weights_gradient_does_not_grow_with_the_number_of_tiles(rows_of_a_tile):
     inputs, upstream = head_inputs(512, 67, 24, torch.bfloat16), torch.ones(2, 512)
     _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), upstream.double())
@@ -220,79 +134,6 @@ def test_the_targets_logit_is_not_rounded():
     eager = definitions.linear_logps(hidden, weight, targets).logps
     rms_mine, rms_eager = ((x.double().sum(1) - exact.sum(1)).square().mean().sqrt() for x in (mine, eager))
     assert rms_mine < rms_eager / 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
-@pytest.mark.parametrize("poison", [INF, float("nan")])
-@pytest.mark.parametrize("name", MODES)
-def test_ignored_rows_are_exactly_zero(name, poison, differentiate, dtype, mode):
-    inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
-    rows = [3, 8, 9, 36]  # within a tile, at the start of one, and the last
-    inputs["targets"][rows] = -100
-    options = {**mode(name, dtype), **OPTIONS["all"], "differentiate": differentiate}
-    clean, clean_gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-    inputs["hidden"][rows] = poison
-    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-    for value, expected in zip(results, clean, strict=True):
-        assert not value[rows].any()
-        assert torch.equal(value, expected)
-    for leaf, gradient in gradients.items():
-        assert torch.equal(gradient, clean_gradients[leaf])
-    if "hidden" in gradients:
-        assert not gradients["hidden"][rows].any()
-
-
-@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
-@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
-def test_upstream_gradients_of_ignored_rows_have_no_effect(name, differentiate, mode):
-    inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
-    inputs["targets"][[3, 36]] = -100
-    options = {**mode(name, torch.float32), "differentiate": differentiate}
-    _, expected = results_and_gradients(linear_logps, inputs, upstream, **options)
-    upstream[:, [3, 36]] = float("nan")
-    _, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-    assert all(torch.equal(gradient, expected[leaf]) for leaf, gradient in gradients.items())
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_all_rows_ignored(name, mode):
-    inputs = head_inputs(37, 131, 24)
-    inputs["targets"].fill_(-100)
-    results, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float32))
-    assert not any(value.any() for value in (*results, *gradients.values()))
-
-
-@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_empty_input_is_differentiable(name, mode):
-    inputs = head_inputs(5, 131, 24)
-    inputs.update(hidden=inputs["hidden"][:0], targets=inputs["targets"][:0])
-    results, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float32))
-    assert all(value.shape == (0,) for value in results)
-    for leaf, gradient in gradients.items():
-        assert gradient.shape == inputs[leaf].shape
-        assert not gradient.any()
-
-
-@pytest.mark.parametrize("name", ["frozen", "kept", "some kept"])
-def test_strided_inputs(name, mode):
-    inputs, options = head_inputs(37, 131, 24), mode(name, torch.float32)
-    expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
-    forms = {
-        "transposed": lambda x: x.t().contiguous().t(),
-        "sliced": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
-    }
-    for form in forms.values():
-        leaves = {leaf: form(inputs[leaf]) for leaf in ("hidden", "weight")}
-        leaves["bias"] = torch.stack([inputs["bias"]] * 2, 1)[:, 0]
-        targets = torch.stack([inputs["targets"]] * 2, 1)[:, 0]
-        assert not any(leaf.is_contiguous() for leaf in (*leaves.values(), targets))
-        for leaf in options["needs"]:
-            leaves[leaf].requires_grad_()
-        logps = linear_logps(**leaves, targets=targets, memory_budget=options["memory_budget"]).logps
-        logps.sum().backward()
-        assert error(logps, expected.logps) < 1e-6
-        assert all(error(leaves[leaf].grad, expected_gradients[leaf]) < 1e-6 for leaf in options["needs"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -334,16 +175,6 @@ def test_each_mode_with_targets_outside_the_vocabulary(name, differentiate, dtyp
     assert all(gradient.isnan().any() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_missing_upstream_gradients_give_no_gradient(name, mode):
-    inputs, options = head_inputs(37, 131, 24), mode(name, torch.float32)
-    needs = options.pop("needs")
-    leaves = {leaf: inputs[leaf].requires_grad_(leaf in needs) for leaf in LEAVES}
-    results = linear_logps(**leaves, targets=inputs["targets"], outputs=("entropy",), **options)
-    Dropped.apply(results.logps, results.entropy).backward()
-    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
-
-
 @pytest.mark.parametrize("name", ["kept", "some kept"])
 def test_kept_tiles_are_not_saved_tensors(name, mode):
     """Hooks on saved tensors, such as activation offloading, must not see the tiles."""
@@ -375,15 +206,6 @@ def test_kept_tiles_are_freed_by_the_backward(mode, trace):
     assert last.left <= -tiles
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         logps.sum().backward()
-
-
-def test_int32_targets():
-    inputs = head_inputs(9, 11, 5)
-    expected, expected_gradients = results_and_gradients(linear_logps, inputs)
-    inputs["targets"] = inputs["targets"].int()
-    results, gradients = results_and_gradients(linear_logps, inputs)
-    assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
-    assert all(torch.equal(gradients[leaf], expected_gradients[leaf]) for leaf in LEAVES)
 
 
 @pytest.mark.parametrize("differentiate", [("logps",), ("entropy",)], ids=str)
@@ -486,71 +308,6 @@ def test_a_head_with_a_low_rank_adapter(dtype):
         assert_as_accurate_as(x, eager, exact, dtype)
 
 
-@pytest.mark.parametrize("name", sorted(MODES.keys() - {"nothing"}))
-def test_gradcheck(name, mode):
-    inputs, options = head_inputs(5, 7, 3, torch.float64), mode(name, torch.float64)
-    leaves = [inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES]
-
-    def outputs(hidden, weight, bias):
-        results = linear_logps(
-            hidden,
-            weight,
-            inputs["targets"],
-            bias=bias,
-            outputs=("entropy",),
-            memory_budget=options["memory_budget"],
-            **OPTIONS["all"],
-        )
-        return results.logps, results.entropy
-
-    assert torch.autograd.gradcheck(outputs, leaves)
-    assert torch.autograd.gradgradcheck(outputs, leaves)
-
-
-CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32
-@pytest.mark.parametrize(
-    ("keep", "form_jacobian", "statistics"),
-    [
-        (0, False, ""),  # forward only
-        (0, True, ""),  # a frozen head
-        (8, False, ",".join(STATISTICS)),  # every tile kept, every result
-    ],
-)
-def test_opcheck(keep, form_jacobian, statistics, dtype):
-    inputs = head_inputs(8, 11, 5, dtype)
-    tensors = [inputs[name] for name in (*LEAVES, "targets")]
-    transform = (5.0, 1.7, 0.7)
-    forward, backward = torch.ops.fastdpo.linear_logps_fwd, torch.ops.fastdpo.linear_logps_bwd
-    call = (*tensors, *transform, dtype)
-    arguments = (statistics, keep, form_jacobian, *call)
-    torch.library.opcheck(forward, arguments, test_utils=CHECKS)
-    kept, jacobian, *results = forward(*arguments)
-    of_entropy = torch.randn(8) if statistics else None
-    needs = [True, not form_jacobian, not form_jacobian]
-    torch.library.opcheck(
-        backward,
-        (torch.randn(8), of_entropy, kept, jacobian, results[1:4], needs, None, *call),
-        test_utils=CHECKS,
-    )
-
-
-@torch._dynamo.config.patch(error_on_recompile=True)
-@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_fullgraph_compiles_for_any_number_of_tokens(name, mode):
-    torch.compiler.reset()
-    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
-    options = {**mode(name, torch.float32), **OPTIONS["all"], "differentiate": ("logps", "entropy")}
-    for n in (9, 23):
-        inputs, upstream = head_inputs(n, 131, 24), torch.randn(2, n)
-        results, gradients = results_and_gradients(compiled, inputs, upstream, **options)
-        expected, expected_gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-        assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
-        assert all(torch.equal(gradient, expected_gradients[leaf]) for leaf, gradient in gradients.items())
-
-
 @pytest.mark.parametrize("name", ["kept", "recomputed"])
 def test_each_mode_compiles_in_float16(name, mode):
     """Also with Triton kernels, including the fused kernel."""
@@ -608,25 +365,9 @@ def test_number_of_products(name, forward, backward, mode, trace):
 
 
 @pytest.mark.parametrize("name", ["nothing", "frozen", "kept", "recomputed"])
-def test_autocast_multiplies_in_its_dtype_and_returns_input_dtypes(name, mode, trace):
-    inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
-    options = {**mode(name, torch.bfloat16), **OPTIONS["all"], "outputs": ("logps",)}
-
-    def forward(op=linear_logps, inputs=inputs, **more):
-        return results_and_gradients(op, inputs, upstream, options["needs"], **OPTIONS["all"], **more)
-
-    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
-        mine, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-        eager, eager_gradients = forward(definitions.linear_logps)
-    exact, exact_gradients = forward(definitions.linear_logps, doubled(inputs))
-    assert mine.logps.dtype == torch.float32
-    assert_as_accurate_as(mine.logps, eager.logps, exact.logps)
-    assert gradients.keys() == exact_gradients.keys()
-    for leaf, gradient in gradients.items():
-        assert gradient.dtype == torch.float32
-        assert_as_accurate_as(gradient, eager_gradients[leaf], exact_gradients[leaf])
-
-    leaves = {leaf: inputs[leaf].clone().requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
+def test_autocast_multiplies_in_its_dtype(name, mode, trace):
+    options, inputs = mode(name, torch.bfloat16), head_inputs(37, 131, 24)
+    leaves = {leaf: inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         results, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"]))
     assert record.product_dtypes == {"c10::BFloat16"}

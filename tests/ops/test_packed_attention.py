@@ -1,82 +1,20 @@
-"""packed_attention: as accurate as eager, no leaks between rows, bounded memory, errors."""
+"""packed_attention: layouts and windows, no leaks between rows, bounded memory. `test_contract.py` has the rest."""
 
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastdpo.ops import definitions, pack, packed_attention
+from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import device_layout, pieces
 from fastdpo.testing import assert_as_accurate_as, error, floor
+from tests.support.ops.attention import FEATURES, GROUPS, HEADS, attention_inputs, options_of, rows_of
 
 NAN = float("nan")
-CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
-HEADS = {  # H, H_kv, D, D_v
-    "multi-head": (4, 4, 8, 8),
-    "grouped": (4, 2, 8, 8),
-    "multi-query": (3, 1, 16, 16),  # also, the number of heads is not a power of two
-    "wide values": (4, 2, 8, 12),  # torch's flash attention needs D_v = D, so keys are padded
-    "narrow values": (4, 4, 12, 8),  # values are padded
-}
-GROUPS = {  # rows of each group: (prompt length, completion lengths, or groups that continue the prompt)
-    "single rows": [(5, [3]), (1, [1]), (0, [7])],  # no shared prefixes
-    "pairs": [(5, [3, 4]), (9, [1, 6]), (2, [40, 3])],  # lengths that no block size divides
-    "threes": [(5, [3, 4, 2]), (1, [1, 1, 9])],
-    "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # includes rows without tokens of their own
-    "tree": [(5, [3, (4, [2, 3, (1, [6, 2])]), (9, [1, 0, 7])]), (2, [(3, [1, 4]), 2])],  # prefixes in up to 3 pieces
-    "long": [(150, [90, 70])],  # several blocks of the flash kernel
-}
-
-
-FEATURES = {  # options, and whether sinks are given
-    "plain": ({}, False),
-    "window": (dict(window=4), False),  # shorter than some prefixes and completions, longer than others
-    "softcap": (dict(softcap=2.0), False),  # within the range of the scores
-    "sinks": ({}, True),
-    "all": (dict(window=4, softcap=2.0, scale=0.7), True),
-}
 FLASH = ["plain", "window", "sinks"]  # what torch's flash attention computes on a CPU
-
-
-def rows_of(groups):
-    """The layout rows of prompts with completions.
-
-    All ids are distinct except for the shared prompts.
-    """
-    ids, group_of_row, numbers = [], [], count()
-
-    def add(before, part, group):
-        length, continuations = part if isinstance(part, tuple) else (part, None)
-        row = before + [next(numbers) for _ in range(length)]
-        for continuation in continuations or ():
-            add(row, continuation, group)
-        if continuations is None:
-            ids.append(torch.tensor(row))
-            group_of_row.append(group)
-
-    for group, part in enumerate(groups):
-        add([], part, group)
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
-    groups = torch.tensor(group_of_row)
-    layout = pack(padded, padded >= 0, torch.full_like(padded, -100), groups=groups, store_all=True)
-    assert len(layout.token_index) == next(numbers)
-    return layout.rows
-
-
-def attention_inputs(rows, heads="grouped", dtype=torch.float32):
-    """query, key, value and an upstream gradient."""
-    h, h_kv, d, d_v = HEADS[heads]
-    t = int(rows[-1, 2] + rows[-1, 3])
-    return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
-
-
-def options_of(features, heads="grouped", dtype=torch.float32):
-    options, has_sinks = FEATURES[features]
-    sinks = {"sinks": torch.randn(HEADS[heads][0]).to(dtype)} if has_sinks else {}
-    return {**options, **sinks}
 
 
 def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, **options):
@@ -323,57 +261,6 @@ def test_completions_do_not_see_each_other(features, heads, path):
     assert torch.equal(packed_attention(*inputs[:3], rows, **options)[8:], clean[8:])
 
 
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_deterministic(heads):
-    rows = rows_of(GROUPS["threes"])
-    inputs = attention_inputs(rows, heads, torch.bfloat16)
-    first, second = (output_and_gradients(packed_attention, *inputs, rows) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_strided_inputs(heads):
-    rows = rows_of(GROUPS["pairs"])
-    inputs = attention_inputs(rows, heads)
-    expected = output_and_gradients(packed_attention, *inputs, rows)
-    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
-    leaves = [x.requires_grad_() for x in heads_first[:3]]
-    out = packed_attention(*leaves, rows)
-    out.backward(heads_first[3])
-    for x, e in zip([out, *(leaf.grad for leaf in leaves)], expected, strict=True):
-        assert error(x, e) < 1e-6
-
-
-@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "upstream"])
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-def test_every_feature_with_a_last_stride_other_than_1(features, heads, which):
-    rows = rows_of(GROUPS["pairs"])
-    inputs, options = attention_inputs(rows, heads), options_of(features, heads)
-    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
-    x = inputs[which]
-    for strided in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.stack([x, x + 1], -1)[..., 0]):
-        assert strided.stride(2) != 1
-        leaves = [strided if i == which else y for i, y in enumerate(inputs)]
-        leaves[:3] = (leaf.detach().requires_grad_() for leaf in leaves[:3])
-        out = packed_attention(*leaves[:3], rows, **options)
-        out.backward(leaves[3])
-        for found, e in zip([out, *(leaf.grad for leaf in leaves[:3])], expected[:4], strict=True):
-            assert error(found, e) < 1e-6
-
-
-@pytest.mark.parametrize("features", ["plain", "softcap"])
-def test_an_expanded_upstream_gradient(features):
-    rows = rows_of(GROUPS["pairs"])
-    inputs, options = attention_inputs(rows), options_of(features)
-    inputs[3] = torch.ones_like(inputs[3])
-    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    packed_attention(*leaves, rows, **options).sum().backward()
-    for leaf, e in zip(leaves, expected[1:], strict=True):
-        assert torch.equal(leaf.grad, e)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradients_under_checkpointing(use_reentrant):
     rows = rows_of(GROUPS["pairs"])
@@ -403,30 +290,6 @@ def test_only_what_needs_a_gradient_gets_one(heads, features):
         assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[i])
 
 
-@pytest.mark.parametrize("features", FEATURES)
-def test_empty_input_is_differentiable(features):
-    rows = torch.zeros(0, 4, dtype=torch.int32)
-    inputs = [torch.randn(0, heads, 8) for heads in (4, 2, 2, 4)]
-    results = output_and_gradients(packed_attention, *inputs, rows, **options_of(features))
-    assert [x.shape for x in results[:4]] == [(0, heads, 8) for heads in (4, 4, 2, 2)]
-    assert not any(x.any() for x in results[4:])
-
-
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-def test_gradcheck(features, heads, path):
-    rows = rows_of([(2, [1, 2]), (1, [1]), (5, [2])])
-    options = options_of(features, heads, torch.float64)
-    sinks = [options.pop("sinks")] if "sinks" in options else []
-    leaves = [x.requires_grad_() for x in (*attention_inputs(rows, heads, torch.float64)[:3], *sinks)]
-
-    def op(query, key, value, sinks=None):
-        return packed_attention(query, key, value, rows, sinks=sinks, **options)
-
-    assert torch.autograd.gradcheck(op, leaves, fast_mode=True)
-    assert torch.autograd.gradgradcheck(op, leaves, fast_mode=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gradients_that_can_be_differentiated_again(dtype):
     """Where one tensor is key and value, too."""
@@ -439,33 +302,6 @@ def test_gradients_that_can_be_differentiated_again(dtype):
     for plain, again in zip(*given, strict=True):
         assert again.requires_grad
         assert error(again, plain) < 8 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-def test_opcheck(features, heads):
-    rows = rows_of(GROUPS["pairs"])
-    query, key, value, grad = attention_inputs(rows, heads)
-    options = options_of(features, heads)
-    given = (rows, options.get("sinks"), 0.3, options.get("window"), options.get("softcap"))
-    forward, backward = torch.ops.fastdpo.packed_attention_fwd, torch.ops.fastdpo.packed_attention_bwd
-    torch.library.opcheck(forward, (query, key, value, *given), test_utils=CHECKS)
-    out, lse = forward(query, key, value, *given)
-    torch.library.opcheck(backward, (grad, query, key, value, out, lse, *given), test_utils=CHECKS)
-
-
-@torch._dynamo.config.patch(error_on_recompile=True)
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-def test_fullgraph_compiles_for_any_layout(features, heads):
-    torch.compiler.reset()
-    compiled = torch.compile(packed_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for groups in ("pairs", "mixed"):
-        rows = rows_of(GROUPS[groups])
-        inputs, options = attention_inputs(rows, heads), options_of(features, heads)
-        results = output_and_gradients(compiled, *inputs, rows, **options)
-        expected = output_and_gradients(packed_attention, *inputs, rows, **options)
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,6 +14,15 @@ OPTIONS = {
     "temperature": dict(temperature=0.7),  # sharpens the distribution
     "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
 }
+MODES = {  # inputs that need a gradient, and rows whose gradient tiles fit in the budget
+    "nothing": ((), 1000),  # evaluation, the reference model
+    "frozen": (("hidden",), 1000),  # LoRA: the gradient is formed in the forward
+    "kept": (LEAVES, 1000),  # all tiles are kept for the backward
+    "some kept": (LEAVES, 20),  # two tiles of eight rows are kept; the others are recomputed
+    "recomputed": (LEAVES, 0),  # no tile is kept
+    "weight alone": (("weight",), 20),  # a head on a frozen body
+    "bias alone": (("bias",), 20),  # only one parameter of the head is trained
+}
 
 
 def head_inputs(n, v, d, dtype=torch.float32):

@@ -15,10 +15,12 @@ IGNORED = "ignore::RuntimeWarning:triton"  # NumPy warns about infinities, GPUs 
 RUNS = {  # files or folders, expression that selects tests
     "kernels": ([KERNELS / "interpreted"], ""),
     "ops": (
-        [OPS / "test_linear_logps.py", OPS / "test_packed_attention.py", OPS / "test_token_logps.py"],
-        "each_option or each_mode or a_gap_of or (every_feature and pairs and not blocks and not products) or "
-        "(test_token_logps.py and (one_output or statistics_do or missing or without_a_check or ignored or empty or "
-        "masked or probability or of_large or special_rows))",
+        [OPS / f"test_{name}.py" for name in ("contract", "linear_logps", "packed_attention", "token_logps")],
+        "each_mode or a_gap_of or (every_feature and pairs and not blocks and not products) or "
+        "(test_token_logps.py and (statistics_do or without_a_check or masked or probability or of_large or "
+        "special_rows)) or (test_contract.py and ((plain_pytorch and (token_logps or linear_logps)) or "
+        "(other_strides and attention and grouped and (window or sinks)) or "
+        "((test_ignored or empty or missing) and token_logps and plain)))",
     ),
 }
 
