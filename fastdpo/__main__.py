@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from . import __version__
 from .checks import suggested
-from .commands import run, sizes
+from .commands import run
 from .commands.model_names import require_model
-from .integrations import options
+from .integrations.options import PatchOptions
 
 INTERRUPTED = 130
 """The exit status of shells for a program that SIGINT has ended."""
@@ -144,29 +144,33 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="run a training program unchanged, with its trainers patched",
         usage="fastdpo run [options] script.py|-m module|command [arguments]",
         epilog="example: fastdpo run --strict trl dpo --config dpo.yaml",
-        argument_default=argparse.SUPPRESS,  # which options were given matters: the program may give others
     )
     runner.add_argument("--only", action="append", default=[], metavar="TRAINER", help="patch only this trainer")
-    for name, option in options.OPTIONS.items():
-        group = runner.add_mutually_exclusive_group()
-        for flag, declared in option.flags.items():
-            group.add_argument(flag, dest=name, **declared)
     runner.add_argument(
-        "--strict", action="store_true", default=False, help="raise an error where something is not fused"
+        "--no-share-prompts",
+        dest="share_prompts",
+        action="store_false",
+        help="compute a prompt for each of its answers",
     )
     runner.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, default=None, help="run a module, with its arguments"
+        "--max-tokens",
+        type=lambda text: text if text == "auto" else int(text),
+        metavar="TOKENS",
+        help="cut the rows of each step by distinct tokens, or auto",
     )
+    runner.add_argument("--compile", action="store_true", help="compile the decoder layers for packed calls")
+    runner.add_argument("--graphs", action="store_true", help="replay CUDA graphs of packed calls")
+    runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
+    runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
+    runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    given = {name: x for name, x in vars(args).items() if name in options.OPTIONS}
-    if "memory_budget" in given:
-        given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
+    options = PatchOptions(*(getattr(args, name) for name in PatchOptions._fields))
     command = args.program if args.module is None else ["-m", *args.module]
-    run.run(command, args.only, strict=args.strict, **given)
+    run.run(command, args.only, options, strict=args.strict)
 
 
 if __name__ == "__main__":

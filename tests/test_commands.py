@@ -73,7 +73,7 @@ try:
 except SystemExit:
     modules()
 """
-RUN = ("run", "--verify", "--memory-budget", "1GiB", "--only", "trl", __file__)
+RUN = ("run", "--verify", "--max-tokens", "9", "--only", "trl", __file__)
 
 
 MODEL = ("--model", "path/to/no/model")

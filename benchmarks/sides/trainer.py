@@ -174,8 +174,8 @@ class TrainerStep:
         self.fused, self.graphs = mode == "fastdpo", graphs
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
-            given = {"max_tokens": max_tokens, "compile": layers_compiled, "graphs": graphs}
-            fastdpo.patch(self.TRAINER, share_prompts=share_prompts, **{name: x for name, x in given.items() if x})
+            options = dict(share_prompts=share_prompts, max_tokens=max_tokens, compile=layers_compiled, graphs=graphs)
+            fastdpo.patch(self.TRAINER, **options)
         self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
         self.labelled = score_labelled_positions() if mode == "labelled" else None
         with TemporaryDirectory() as directory:

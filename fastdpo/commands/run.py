@@ -15,25 +15,31 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..checks import require_flags, shown
 from ..integrations.lines import LINES, targeted_trainers
-from ..integrations.options import checked_options
+from ..integrations.options import PatchOptions
 from ..logs import STRICT
 from .startup.sitecustomize import VARIABLE
 
 
-def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = False, **options: Any) -> NoReturn:
+def run(
+    command: Sequence[str],
+    targets: Sequence[str] = (),
+    options: PatchOptions = PatchOptions(),  # noqa: B008
+    *,
+    strict: bool = False,
+) -> NoReturn:
     """Replaces this process by a training program whose trainers are patched.
 
     Args:
         command: a script (`train.py ...`), a module (`-m package.module ...`) or a console command
             (`trl dpo ...`), followed by its arguments.
         targets: names of trainers or packages to patch, as in `fastdpo.patch`.
+        options: of `fastdpo.patch`.
         strict: set `FASTDPO_STRICT=1` for the program, so that everything that is not fused is an
             error.
-        options: other arguments of `fastdpo.patch`, by name.
 
     Raises:
         TypeError, ValueError: the command is empty or cannot be found, a target is unknown, or an
@@ -43,7 +49,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
     if not is_sequence or not all(isinstance(word, str) for word in command):
         raise TypeError(f"run: command must be a sequence of strings; got {shown(command)}")
     require_flags("run", strict=strict)
-    given = checked_options("run", options)
+    options = options.checked("run")
     trainers = targeted_trainers("run", targets)
     program = _program(command)
     handle, notes = tempfile.mkstemp(prefix="fastdpo-run-")
@@ -52,7 +58,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
         "pid": os.getpid(),
         "notes": notes,
         "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
-        "options": given,
+        "options": options.given(),
     }
     startup = str(Path(__file__).parent / "startup")
     paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]

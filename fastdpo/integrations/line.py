@@ -171,7 +171,10 @@ class TrainerLine:
             rewards=CLASSIFIER_HEAD if is_reward else self.rewards,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
             newer=f"{self.package} {installed_version(self.package)}" if self.is_newer else "",
-            **self.options.of_forward(),
+            share_prompts=self.options.share_prompts,
+            compile=self.options.compile,
+            graphs=self.options.graphs,
+            verify=self.options.verify,
         )
 
     def make_output(self, model: Any) -> MakeOutput:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..models.calls import calls_line, outcomes
 from . import patching
-from .options import OPTIONS, PatchOptions, applies
+from .options import applies
 
 
 def line(trainer: str) -> str | None:
@@ -15,9 +15,7 @@ def line(trainer: str) -> str | None:
     options = patching.options_of(trainer)
     if counted is None or options is None:
         return counted
-    given = {name: getattr(options, name) for name in OPTIONS}
-    given = {name: value for name, value in given.items() if value != getattr(PatchOptions, name)}
-    return "; ".join([counted, *_outcomes(trainer, given)])
+    return "; ".join([counted, *_outcomes(trainer, options.given())])
 
 
 def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import packing
-from ..logs import logger
 from ..ops.devices import is_capturing, is_host
 from ..packing import IGNORE_INDEX, Layout, NotPackable
 from ..reasons import Reason
@@ -249,22 +248,14 @@ def layout_of_call(
     share: bool = True,
     tokens: Callable[[int], int] | None = None,
 ) -> Layout:
-    """The layout of a packed call, with shared prompts if its options and the model's state allow it."""
+    """The layout of a packed call, with shared prompts if its options allow it."""
     batch = PaddedBatch.of_call(kwargs)
-    requested = fused.options.share_prompts
-    share = share and requested is not False
-    if share and requested == "deterministic" and model.training and is_random(model, fused):
-        share = False
-        if not fused.has_logged_dropout:
-            fused.has_logged_dropout = True
-            name, role = fused.options.integration, fused.options.role
-            logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, Reason("dropout").named)
     # All positions of the padded rows count, padding included.
     width = batch.input_ids.shape[1]
     verdict = cast(Verdict, fused.verdict)
     limit = verdict.rope_limit
     reach = None if limit is None or width <= limit else width
-    groups = (groups or fused.options.groups) if share else None
+    groups = (groups or fused.options.groups) if share and fused.options.share_prompts else None
     pack = functools.partial(
         layout_of, batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, tokens=tokens
     )

@@ -131,8 +131,6 @@ def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, k
         raise NotPackable(result.unsupported_reason)
     if model.training and result.attention_dropout:
         raise NotPackable(Reason("attention-dropout"))
-    if model.training and result.is_random and packed.shared and fused.options.share_prompts == "deterministic":
-        packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
     return RunnableBatch(packed.layout, packed.inputs)
 
 

@@ -66,7 +66,6 @@ def _logps(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden
             logit_scale=logit_scale,
             temperature=options.temperature,
             outputs=options.outputs,
-            memory_budget=options.memory_budget,
         )
     results = {name: batch.layout.unpack(x) for name, x in scored._asdict().items() if x is not None}
     return TokenLogps(**results)

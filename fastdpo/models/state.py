@@ -30,9 +30,6 @@ from .structure import Structure
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SharePrompts = bool | Literal["deterministic"]
-"""Whether rows share what they begin with: always, never, or only where a model is not random."""
-
 Groups = Literal["content", "pairs"]
 """Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
 
@@ -49,12 +46,9 @@ class ForwardOptions(NamedTuple):
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
         temperature: divides the logits.
         float32_head: whether the head computes in float32.
-        share_prompts: whether tokens that rows of the same group begin with are computed once;
-            "deterministic": unless dropout or other noise is active.
+        share_prompts: whether tokens that rows of the same group begin with are computed once.
         groups: which rows of a batch are a group. In batches with images, pairs are.
         images: whether batches may hold images, those of the first rows of all pairs first.
-        memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
-            for the default of `ops.linear_logps`.
         shifted: whether the labels that `fastdpo.score` is given are shifted.
         verify: whether the first fused call with gradients and the first one without are compared
             with the prior forward.
@@ -71,10 +65,9 @@ class ForwardOptions(NamedTuple):
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
     float32_head: bool = False
-    share_prompts: SharePrompts = True
+    share_prompts: bool = True
     groups: Groups = "content"
     images: bool = False
-    memory_budget: int | None = None
     shifted: bool = False
     verify: bool = False
     newer: str = ""
@@ -235,7 +228,6 @@ class FusedForward:
             trainer.
         verified: the kinds of calls, with gradients (True) and without (False), that are not to be
             verified any more.
-        has_logged_dropout: whether it was logged that prompts are not shared.
     """
 
     options: ForwardOptions
@@ -264,7 +256,6 @@ class FusedForward:
     was_called: bool = False
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
-    has_logged_dropout: bool = False
 
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in its mode, sharded if it is, and with gradients if it trains."""

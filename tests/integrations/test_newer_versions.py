@@ -12,8 +12,8 @@ from trl import GRPOTrainer, SFTTrainer
 import fastdpo
 from fastdpo.commands import doctor
 from fastdpo.integrations.admission import packages, tested_code
-from fastdpo.integrations.lines import LINES, TRAINERS
-from fastdpo.integrations.options import specific_options
+from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.options import CUT_BY_MAX_TOKENS
 from fastdpo.integrations.patching import examine
 from fastdpo.models import calls as counters
 from tests.support.comparison import double
@@ -170,12 +170,9 @@ def test_a_changed_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
     assert seam.reason.name == "changed-code"
 
 
-@pytest.mark.parametrize(
-    ("trainer", "option"),
-    [(trainer, option) for trainer in TRAINERS if trainer.startswith("trl.") for option in specific_options(trainer)],
-)
-def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch, trainer, option):
-    assert_changes_are_noticed(monkeypatch, trainer, option)
+@pytest.mark.parametrize("trainer", CUT_BY_MAX_TOKENS)
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch, trainer):
+    assert_changes_are_noticed(monkeypatch, trainer, "max_tokens")
 
 
 def test_another_cadence_of_generations_is_a_reason(monkeypatch, newer):
@@ -208,18 +205,6 @@ def test_the_doctor_says_why_a_version_is_provisional(monkeypatch, newer):
     assert trainers()["trl.DPOTrainer"].status == doctor.OK
     assert trainers()["trl.ORPOTrainer"].status == doctor.FAILED
     assert "[changed-code]" in trainers()["trl.ORPOTrainer"].detail
-
-
-@pytest.mark.parametrize("provisional", [False, True])
-def test_an_option_refuses_newer_versions(newer, provisional):
-    seam = fastdpo.patch(provisional=provisional).seams[0]
-    assert seam.on == provisional
-    assert seam.on or seam.reason.name == "unsupported-version"
-    assert fastdpo.patch(provisional=provisional).seams[0] == seam
-    fastdpo.unpatch()
-    if not provisional:
-        with pytest.raises(fastdpo.PatchError, match=r"trl>=0.24,<1.17' \[unsupported-version\]"):
-            fastdpo.patch("trl.DPOTrainer", provisional=False)
 
 
 def one(rows):

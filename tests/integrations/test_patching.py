@@ -11,6 +11,7 @@ import threading
 from contextlib import nullcontext
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
@@ -21,6 +22,8 @@ from trl.trainer import dpo_trainer
 
 import fastdpo
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
+from fastdpo.integrations.options import PatchOptions
+from fastdpo.integrations.patching import options_of
 from fastdpo.models import attention
 from fastdpo.ops.choice import notes
 from tests.support.comparison import assert_trained_alike
@@ -109,10 +112,39 @@ def test_patched_block(monkeypatch):
     assert seams() == stock
 
 
-def test_changing_options_requires_unpatching_first():
-    fastdpo.patch(memory_budget=0)
-    with pytest.raises(fastdpo.PatchError, match=r"unpatch\(\) first"):
-        fastdpo.patch(memory_budget=1)
+@pytest.mark.parametrize("enter", [fastdpo.patch, lambda *args, **kwargs: fastdpo.patched(*args, **kwargs).__enter__()])
+@pytest.mark.parametrize(
+    ("options", "had", "got"),
+    [
+        ({}, "max_tokens=500, verify=True", "max_tokens=None, verify=False"),
+        (dict(max_tokens=300, verify=True), "max_tokens=500", "max_tokens=300"),
+        (dict(max_tokens=500, verify=True, compile=True), "compile=False", "compile=True"),
+    ],
+    ids=str,
+)
+def test_other_options_raise_an_error_and_change_nothing(enter, options, had, got):
+    fastdpo.patch("trl.DPOTrainer", max_tokens=500, verify=True)
+    once = seams()
+    with pytest.raises(fastdpo.PatchError) as caught:
+        enter("trl.OnlineDPOTrainer", "trl.DPOTrainer", **options)
+    assert str(caught.value) == (
+        f"patch: options must be those that trl.DPOTrainer is patched with, {had}; got {got}. "
+        "Give the same options to each call and to `fastdpo run`, or call fastdpo.unpatch() first"
+    )
+    assert seams() == once
+    fastdpo.unpatch()
+    fastdpo.patch(**options)
+    assert options_of("trl.DPOTrainer").given() == options
+
+
+def test_the_same_options_change_nothing():
+    fastdpo.patch("trl.DPOTrainer", max_tokens=500)
+    once = dpo_seams()
+    fastdpo.patch(max_tokens=np.int64(500))
+    with fastdpo.patched(max_tokens=500):
+        pass
+    assert dpo_seams() == once
+    assert options_of("trl.DPOTrainer") == options_of("trl.KTOTrainer") == PatchOptions(max_tokens=500)
 
 
 def test_unsupported_versions_are_rejected(monkeypatch):

@@ -108,13 +108,14 @@ def test_no_logits_are_stored(tmp_path, monkeypatch):
     vocabulary, hidden = 2000, 24
     monkeypatch.setattr(logit_rows, "MIN_TILE_ROWS", 8)
     monkeypatch.setattr(logit_rows, "TILE_BYTES", 0)
+    monkeypatch.setattr("fastdpo.ops.head.linear_logps.MEMORY_BUDGET", 0)
     sizes = dict(vocab_size=vocabulary, hidden_size=hidden, attn_implementation="eager")
     options = dict(max_new_tokens=16, per_device_train_batch_size=8, max_steps=1)
     largest = {}
     for name in ("stock", "patched"):
         models = [writer(seed, **sizes) for seed in range(2)]
         if name == "patched":
-            fastdpo.patch(memory_budget=0)
+            fastdpo.patch()
         trainer = build(tmp_path / name, *models, **options)
         largest[name] = largest_allocation(tmp_path / f"{name}.json", trainer.train)
     row = vocabulary * 4

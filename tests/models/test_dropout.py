@@ -87,14 +87,6 @@ def test_each_pair_of_a_batch_draws_its_own_masks(share):
     assert len(logps[:, 0, 0].unique()) == len(logps)
 
 
-def test_a_deterministic_prompt_is_not_shared(layouts):
-    unshared = draws("adapter", calls=1, share_prompts="deterministic")
-    assert all(layout.multiplicity.max() == 1 for layout in layouts)
-    alone = draws("adapter", calls=1, share_prompts=False)
-    assert torch.equal(unshared.logps, alone.logps)
-    assert torch.equal(unshared.loss_slopes, alone.loss_slopes)
-
-
 class OtherScale(torch.nn.Dropout):
     """Dropout that does not divide by 1 - p."""
 

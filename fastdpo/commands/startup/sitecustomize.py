@@ -59,7 +59,7 @@ def _patch(trainer: str) -> None:
     run = json.loads(os.environ[VARIABLE])
     _note(IMPORTED, trainer)
     try:
-        _print(patching.patch_for_run(trainer, run["options"]))
+        _print(patching.patch(trainer, **run["options"]))
     except patching.PatchError as error:
         if strict():
             raise

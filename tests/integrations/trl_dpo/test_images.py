@@ -168,11 +168,10 @@ def test_truncated_completions(both):
     assert_trained_alike(both("qwen3_vl", images=(1,) * 8, max_length=16), policy=2, reference=2)
 
 
-@pytest.mark.parametrize("sharing", [True, "deterministic"])
-def test_dropout(both, shared, sharing):
-    _, patched = both("smolvlm", disable_dropout=False, share_prompts=sharing, **adapter(lora_dropout=0.1))
+def test_dropout(both, shared):
+    _, patched = both("smolvlm", disable_dropout=False, **adapter(lora_dropout=0.1))
     assert_fused(patched, policy=2, reference=2)
-    assert shared == [sharing is True] * 4, "the reference is the policy without its adapter, in its mode"
+    assert shared == [True] * 4, "the reference is the policy without its adapter, in its mode"
 
 
 def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):

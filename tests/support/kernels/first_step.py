@@ -18,11 +18,10 @@ from benchmarks.sides.host import take_path_of_gpu
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload
 from fastdpo.models.examine import probe
-from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops.attention import routes, triton_backend
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.devices import in_new_thread
-from fastdpo.ops.head import tile_format
+from fastdpo.ops.head import linear_logps, tile_format
 
 LONG = (600, 300, 200)  # tokens of prompt, chosen and rejected: enough for attention to be tuned
 SHORT = tuple((20, 9, 5 + i) for i in range(20))  # every remainder by 16
@@ -115,9 +114,7 @@ def record(capability: int) -> Recorder:
         probe.probe(step.trainer.model, torch.device("cpu"))
         run(needed_by, range(1))
         run(BATCHES, range(1, step.batches))
-    for model in (step.trainer.model, step.trainer.ref_model):
-        fused = vars(model)[ATTRIBUTE]
-        fused.options = fused.options._replace(memory_budget=0)
+    linear_logps.budget_for = lambda trained, device_memory: 0
     run(LATER, range(1))
     step.trainer.prediction_step(step.model, dict(step.inputs[0]), prediction_loss_only=True)
     return recorder

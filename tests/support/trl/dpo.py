@@ -30,7 +30,7 @@ from trl import DPOConfig, DPOTrainer
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.integrations.options import OPTIONS as OPTIONS_OF_PATCH
+from fastdpo.integrations.options import PatchOptions
 from fastdpo.models import batch
 from fastdpo.packing import Layout
 from tests.support.comparison import assert_far_from_same, double, tiny
@@ -307,7 +307,7 @@ def train_both(
     it before a trainer is created with it. `train` is called with a directory, policy, reference
     and the options. Only the patched training is compiled: it changes no value, and takes long.
     """
-    of_patch = {name: options.pop(name) for name in [*options] if name in OPTIONS_OF_PATCH}
+    of_patch = {name: options.pop(name) for name in [*options] if name in PatchOptions._fields}
     not_compiled = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
 
     def once(name: str, options: dict, cast: Callable = lambda model: model) -> Run:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ....logs import warn
 from ....models.batch import as_current
 from ....models.calls import outcomes
-from ....models.state import SharePrompts
 from ...line import TrainerLine
 from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
@@ -269,8 +268,7 @@ class StepBudget:
 
     def _cut(self, trainer: Any, batches: list[Batch], joined: Batch, weights: list[float]) -> list[Tensor]:
         """The units of each micro-batch, which have one weight, by their numbers in the joined batches."""
-        share = shares_prompts(self._line.options.share_prompts, trainer.model)
-        units = self._line.tokens(joined)
+        share, units = self._line.options.share_prompts, self._line.tokens(joined)
         planner, max_tokens = UnitPlanner(units, weights, share=share), self._max_tokens
         if self._learned is not None:
             ends = itertools.accumulate(map(self._line.size, batches), initial=0)
@@ -321,14 +319,6 @@ class StepBudget:
                 trainer.compute_loss_context_manager(),
             ):
                 trainer.compute_loss(self._model, batch)
-
-
-def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
-    """Whether an option of `patch` computes prompts once in every step. With "deterministic", prompts
-    may be computed twice in models with dropout.
-    """
-    modules = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-    return option is True or bool(option and not any(module.p > 0 for module in modules))
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
