@@ -130,7 +130,7 @@ test-openrlhf: $(OPENRLHF)/.ready
 # Real programs, each in an environment of its own, started by their own commands.
 test-programs: test-llamafactory test-swift test-axolotl
 
-# The rows of docs/notes/programs.md: longer trainings, of which each is repeated.
+# The rows of the programs in docs/results.md: longer trainings, of which each is repeated.
 measure-programs: ARGS := --measure $(abspath out/programs)
 measure-programs: test-llamafactory test-axolotl $(SWIFT)/.ready $(READY)
 	$(BIN)/python -m pytest tests/programs/trl $(ARGS)
@@ -218,7 +218,6 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m tests.support.documents.support_tables
-	$(BIN)/python -m tests.support.documents.multimodal_tables
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python -m tests.support.documents.reason_sections
 
@@ -226,10 +225,11 @@ docs: $(READY)
 notebook: $(READY)
 	$(BIN)/jupyter execute --inplace examples/quickstart.ipynb
 
-# The documentation as pages in out/site, with an API reference and search. A dead link or a page that nothing leads to
-# is an error.
+# The documentation as pages in out/site, with the benchmarks, an API reference and search. A dead link or a page that
+# nothing leads to is an error.
 site: export NO_MKDOCS_2_WARNING := 1
-site: $(SITE)/.ready
+site: $(SITE)/.ready $(READY)
+	$(BIN)/python -m benchmarks.report --site out/benchmarks.md
 	$(SITE)/bin/mkdocs build
 
 SUITES ?= step hybrid evaluation precompute online kto grpo accumulated reward vision head loss attention host memory

@@ -1,4 +1,4 @@
-"""Accuracy of LM-head implementations in bfloat16. Writes docs/notes/accuracy.md.
+"""Accuracy of LM-head implementations in bfloat16, for a table of docs/results.md.
 
     python -m benchmarks.accuracy [--json OUT] [--quick]
 
@@ -30,7 +30,7 @@ from benchmarks.tables import short_commit, wrap
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "accuracy.json", ROOT / "docs" / "notes" / "accuracy.md"
+RESULT = ROOT / "benchmarks" / "results" / "accuracy.json"
 SEQUENCES, TOKENS, V, D = 8, 256, 4000, 256
 NOISE = 0.25  # standard deviation of hidden states around a multiple of their target's weight row
 REGIMES = {  # that multiple: the larger it is, the more likely the target
@@ -38,28 +38,6 @@ REGIMES = {  # that multiple: the larger it is, the more likely the target
     "trained model": 0.7,
     "confident model": 1.0,
 }
-PAGE_TEXT = """# Accuracy of LM heads in bfloat16
-
-Errors of bfloat16 LM heads against float64 on the same inputs: {sequences} completions of {tokens} tokens,
-vocabulary {v:,}, hidden size {d}. Written by `python -m benchmarks.accuracy`.
-
-- Sum of log-probs: root mean square error of the sum over a completion, in nats. Preference losses
-  compare these sums.
-- Gradients: relative error with respect to the hidden states, and to the head's weight over one
-  completion.
-
-{tables}
-
-## How fastdpo reduces the error
-
-- The target's logit is computed in float32, is never rounded, and is kept out of the sum over the
-  vocabulary. This preserves the digits of `1 - p` when p is close to 1.
-- Gradient tiles store the unscaled exponentials of the other vocabulary entries, relative to a shift
-  at which the target's entry is a power of two.
-- Rows are multiplied by the upstream gradient in float32.
-
-{where}
-"""
 
 
 def inputs(strength: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,34 +88,24 @@ def measure(quick: bool = False) -> dict[str, Any]:
     return regimes
 
 
-COLUMNS = {  # a key of the errors: header and format of its column
-    "summed log-probs": (f"sum of {TOKENS} log-probs, nats", ".4f"),
-    "gradient of hidden states": ("gradient of hidden states", ".1e"),
-    "gradient of the weight": ("gradient of the weight", ".1e"),
-}
-
-
-def page(result: dict[str, Any]) -> str:
-    """The text of docs/notes/accuracy.md."""
-    sections = []
-    for regime, measured in result["regimes"].items():
-        rows = [
-            [name, *(format(errors[key], spec) for key, (_, spec) in COLUMNS.items())]
-            for name, errors in measured["errors"].items()
-            if "unavailable" not in errors
-        ]
-        headers = ["", *(header for header, _ in COLUMNS.values())]
-        table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-        title = f"{regime.capitalize()} (mean probability of a target: {measured['probability']:.2g})"
-        sections.append(f"## {title}\n\n{table}")
-    errors = next(iter(result["regimes"].values()))["errors"]
+def table(result: dict[str, Any]) -> str:
+    """One row for each head, and a note about what was measured where."""
+    regimes = result["regimes"].values()
+    errors = next(iter(regimes))["errors"]
     missing = [f"{name} ({e['unavailable']})" for name, e in errors.items() if "unavailable" in e]
-    where = f"{result['machine']}; torch {result['versions']['torch']}; {result['date'][:10]}, "
-    where += f"commit {short_commit(result['commit'])}."
+    rows = []
+    for name in (name for name, e in errors.items() if "unavailable" not in e):
+        of_head = [measured["errors"][name] for measured in regimes]
+        sums = (f"{e['summed log-probs']:.4f}" for e in of_head)
+        rows.append([name, *sums, *(f"{e['gradient of hidden states']:.1e}" for e in of_head)])
+    headers = ["", *(f"{regime}, nats" for regime in result["regimes"]), *(f"gradient, {x}" for x in result["regimes"])]
+    probabilities = ", ".join(f"{measured['probability']:.2g}" for measured in regimes)
+    note = f"The mean probability of a target is {probabilities}. "
     if missing:
-        where = wrap(f"Not available on this machine: {'; '.join(missing)}.") + f"\n\n{where}"
-    sizes = {"sequences": SEQUENCES, "tokens": TOKENS, "v": V, "d": D}
-    return PAGE_TEXT.format(tables="\n\n".join(sections), where=where, **sizes)
+        note += f"Not available on this machine: {'; '.join(missing)}. "
+    note += f"{result['machine']}; torch {result['versions']['torch']}; {result['date'][:10]}, commit "
+    note += f"{short_commit(result['commit'])}."
+    return f"{tabulate(rows, headers, tablefmt='github', disable_numparse=True)}\n\n{wrap(note)}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,9 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    if args.json == RESULT:
-        PAGE.write_text(page(result))
-    print(page(result))
+    print(table(result))
 
 
 if __name__ == "__main__":

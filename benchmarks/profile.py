@@ -5,6 +5,7 @@
 The cases and sides are those of the suite `step`. Operators are classified by their inputs:
 an operator on a tensor whose last dimension is the vocabulary is a pass over logits. On a GPU, its kernels
 are classified by their names. The profiler slows small operators down. The case is added to the JSON file.
+`python -m benchmarks.report` makes a table of docs/results.md of the file in benchmarks/results.
 """
 
 from __future__ import annotations

@@ -1,49 +1,35 @@
-"""Updates docs/results.md, docs/gpu.md, two pages of docs/notes (benchmarks.md and gpu.md), and docs/plots from the
-committed results.
+"""Updates docs/results.md, docs/gpu.md and the first picture of README from the committed results.
 
     python -m benchmarks.report
+    python -m benchmarks.report --site PATH
 
-docs/notes/benchmarks.md is generated as a whole. The other pages contain generated text between the markers
-`<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+Pages contain generated text between markers such as `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. With
+`--site`, it writes the page of all suites, which `make site` adds to the documentation.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, tables
+from benchmarks import accuracy, plots, programs, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
+GPU_PAGE = ROOT / "docs" / "gpu.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_RESULTS = RESULTS / "gpu"
-PAGE = ROOT / "docs" / "notes" / "benchmarks.md"
-GPU_PAGE = ROOT / "docs" / "gpu.md"
-GPU_NOTES = ROOT / "docs" / "notes" / "gpu.md"
-PLOTS = ROOT / "docs" / "plots"
-BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+TRAININGS = GPU_RESULTS / "trainings.json"
+PICTURES = ROOT / "docs" / "plots"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEADER = """# Benchmarks
 
-Written by `python -m benchmarks.report` from [benchmarks/results](../../benchmarks/results), which
-holds every sample. Each suite compares several sides on the same cases
-([benchmarks/suites](../../benchmarks/suites)). The sides of a case take turns, each in its own process.
-Before a side is timed, its numbers are compared with float64; an incorrect side gets no time.
-Parentheses hold 95 % bootstrap intervals. TRL as shipped is timed where nothing else compares alike,
-and in the suite `step`: on a CPU it scores every position, which it does not on a GPU.
-
-## How to run
-
-```bash
-make bench                                    # every suite
-make bench SUITES="step head" ARGS="--quick"  # two suites in tiny sizes, to check that they run
-```
-
-Results are written to `out/`. Copy them to `benchmarks/results` and run `python -m benchmarks.report`
-to show them here. `python -m benchmarks.run --help` lists the options of a suite, among them `--cases`
-for a part of it and `--resume` to continue a run. [gpu.md](gpu.md) says how to measure a GPU.
+Written from [benchmarks/results](../benchmarks/results), which holds every sample. [How much faster?](results.md)
+says how they were measured. Parentheses hold 95 % bootstrap intervals. TRL as shipped is timed where nothing else
+compares alike, and in the suite `step`: on a CPU it scores every position, which it does not on a GPU.
 
 ## Overview
 
@@ -53,6 +39,13 @@ SIDES = """## Sides
 
 What the sides of whole trainers run. Other sides are explained below their tables."""
 OF_TRAINERS = SUITES["step"].descriptions
+OTHERS = {
+    "demo": tables.demo_table,
+    "programs": programs.table,
+    "profile": tables.profile_table,
+    "accuracy": accuracy.table,
+}
+"""Results that are no suites, and the tables that docs/results.md has of them between markers of their names."""
 
 Result = dict[str, Any]
 
@@ -79,45 +72,55 @@ def section(result: Result, level: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def page(by_suite: dict[str, Result]) -> str:
-    """The text of docs/notes/benchmarks.md."""
+def page(by_suite: dict[str, Result], on_gpu: dict[str, Result]) -> str:
+    """The page of all suites."""
+    sections = [section(result, "##") for result in by_suite.values()]
+    sections += ["## On a GPU", *(section(result, "###") for result in on_gpu.values())]
     of_trainers = "\n".join(tables.bullet(f"**{name}**: {text}") for name, text in OF_TRAINERS.items())
-    sections = (section(result, "##") for result in by_suite.values())
     return "\n\n".join([HEADER, tables.overview(by_suite), f"{SIDES}\n\n{of_trainers}", *sections]) + "\n"
 
 
-def gpu_block(by_suite: dict[str, Result]) -> str:
-    """The generated text of docs/notes/gpu.md."""
-    return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
-
-
-def fill(text: str, content: str) -> str:
+def fill(text: str, content: str, name: str = "benchmarks") -> str:
     """Replaces what stands between the markers of a page.
 
     Raises:
         ValueError: the page has no markers.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = BEGIN.format(name), END.format(name)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"report: a page must contain {BEGIN} and {END}; they are missing")
-    return f"{before}{begin}\n{content}\n{end}{after}"
+        raise ValueError(f"report: a page must contain {first} and {last}; they are missing")
+    return f"{before}{first}\n{content}\n{last}{after}"
 
 
-def main() -> None:
-    by_suite, on_gpu = results(), results(GPU_RESULTS)
-    blocks = {
-        RESULTS_PAGE: tables.speedups_table(by_suite),
-        GPU_PAGE: tables.gpu_table(on_gpu["step"]),
-        GPU_NOTES: gpu_block(on_gpu),
-    }
-    for path, content in blocks.items():
-        path.write_text(fill(path.read_text(), content))
-    PAGE.write_text(page(by_suite))
+def results_page(text: str, by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
+    """The text of docs/results.md, given that of now."""
+    others = {name: json.loads((directory / f"{name}.json").read_text()) for name in OTHERS}
+    text = fill(text, tables.speedups_table(by_suite))
+    for name, table in OTHERS.items():
+        text = fill(text, table(others[name]), name)
+    return text
+
+
+def gpu_page(text: str, on_gpu: dict[str, Result], trainings: Result) -> str:
+    """The text of docs/gpu.md, given that of now."""
+    text = fill(text, tables.gpu_table(on_gpu["step"]))
+    return fill(text, tables.trainings_table(trainings), "trainings")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("--site", type=Path, metavar="PATH", help="write the page of all suites there instead")
+    path, by_suite, on_gpu = parser.parse_args(argv).site, results(), results(GPU_RESULTS)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(by_suite, on_gpu))
+        return
+    RESULTS_PAGE.write_text(results_page(RESULTS_PAGE.read_text(), by_suite))
+    GPU_PAGE.write_text(gpu_page(GPU_PAGE.read_text(), on_gpu, json.loads(TRAININGS.read_text())))
     for theme in plots.THEMES:
-        plots.plot_first_picture(by_suite["step"], PLOTS / f"first-{theme}.svg", theme)
-    pages = ", ".join(str(path.relative_to(ROOT)) for path in (*blocks, PAGE, PLOTS))
-    print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
+        plots.plot_first_picture(by_suite["step"], PICTURES / f"first-{theme}.svg", theme)
 
 
 if __name__ == "__main__":

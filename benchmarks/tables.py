@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -348,12 +349,12 @@ def speedups_table(results: dict[str, Result]) -> str:
         if not cases:
             continue
         means = results[suite]["summary"]["groups"].get(group, {})
-        speedups = [_speedup(means.get(side)) for side in (LABELLED, STOCK)]
+        speedups = [_speedup(means.get(side)) for side in (LABELLED, STOCK, FLOOR)]
         rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups, origins.cell(results[suite])])
         shown.append(results[suite])
     if not rows:
         return "Nothing yet."
-    table = render(rows, ["speedup over", LABELLED, STOCK, MEASURED_ON])
+    table = render(rows, ["speedup over", LABELLED, STOCK, f"the {FLOOR}", MEASURED_ON])
     return f"{table}\n\n{wrap(_speedups_note(shown, origins))}"
 
 
@@ -372,7 +373,7 @@ def _speedups_note(results: list[Result], origins: Origins) -> str:
         "every position; the first column makes it score labelled positions only, as it does on CUDA. TRL as shipped "
         "is timed for full fine-tuning, and for trainers that compute the same on CUDA. "
         f"In {'; '.join(sorted(environments))}. {origins.note()} "
-        "Intervals, memory and every other table: [notes/benchmarks.md](notes/benchmarks.md)."
+        "`make site` adds intervals, memory and every other table."
     )
 
 
@@ -389,3 +390,37 @@ def environment(result: Result) -> str:
     commits = commits_of(result)
     at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
     return f"{machine}; {packages}; {result['date'][:10]}, {at}"
+
+
+def profile_table(result: Result) -> str:
+    """Seconds of a step by kind of work."""
+    cases = {name.rpartition("/")[2]: case for name, case in result["cases"].items()}
+    kinds = dict.fromkeys(kind for case in cases.values() for kind in case["kinds"])
+    rows = [[kind, *(f"{case['kinds'].get(kind, 0):.2f}" for case in cases.values())] for kind in kinds]
+    return render(rows, ["seconds", *(f"{name} ({case['seconds']:.2f} s)" for name, case in cases.items())])
+
+
+def demo_table(result: Result) -> str:
+    """The costs of `make demo`."""
+    rows = []
+    for cost in result["summary"]["costs"]:
+        digits = 2 if cost["unit"] == "s" else 0
+        sides = (f"{cost[side]:,.{digits}f} {cost['unit']}".strip() for side in ("stock", "fastdpo"))
+        rows.append([cost["name"], *sides, f"{cost['ratio']:.1f}x"])
+    steps = len(result["fastdpo"]["steps"])
+    difference = f"{result['summary']['loss_difference']:.1e}"
+    rows.append([f"largest difference of the loss over {steps} steps", "", difference, ""])
+    return render(rows, ["", "TRL", "fastdpo", "ratio"])
+
+
+def trainings_table(result: Result) -> str:
+    """The seconds, losses and memory of whole trainings."""
+    rows = []
+    for name, x in result["sides"].items():
+        first, *others = x["step_seconds"]
+        losses = " ".join(f"{log['loss']:.4f}" for log in x["logs"] if "loss" in log)
+        (evaluated,) = (log["eval_loss"] for log in x["logs"] if "eval_loss" in log)
+        seconds = (f"{s:.2f} s" for s in (x["seconds"], first, median(others)))
+        rows.append([name, *seconds, losses, f"{evaluated:.4f}", f"{(x['peak_bytes'] or 0) / MIB:,.0f}"])
+    headers = ["", "training", "first step", "median of the others", "losses", "evaluation", "MiB"]
+    return render(rows, headers)

@@ -15,13 +15,11 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tabulate import tabulate
 from transformers import PrinterCallback, TrainerCallback
 from trl import DPOConfig
 
@@ -31,6 +29,7 @@ from benchmarks.first_step import CACHES, in_new_process
 from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.suites.step import BOUNDS, GPU_SIZE, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK
+from benchmarks.tables import trainings_table
 from fastdpo.commands.check.meters import now
 
 SIDES: dict[str, dict[str, Any] | None] = {
@@ -111,17 +110,6 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
     return {"seconds": seconds, "step_seconds": of_steps, "peak_bytes": peak, "logs": clock.logs}
 
 
-def table(result: dict[str, Any]) -> str:
-    rows = []
-    for name, x in result["sides"].items():
-        first, *others = x["step_seconds"]
-        losses = " ".join(f"{log['loss']:.4f}" for log in x["logs"] if "loss" in log)
-        (evaluated,) = (log["eval_loss"] for log in x["logs"] if "eval_loss" in log)
-        rows.append([name, x["seconds"], first, median(others), losses, evaluated, (x["peak_bytes"] or 0) / 2**20])
-    headers = ["", "seconds", "first step", "median of the others", "losses", "evaluation", "MiB"]
-    return tabulate(rows, headers, tablefmt="github", floatfmt=(".2f", ".2f", ".3f", ".3f", "", ".4f", ",.0f"))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("out/trainings.json"), help="written after each side")
@@ -144,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             run = partial(train, options, args.steps, args.quick, args.threads)
             result["sides"][side] = in_new_process(run, {name: f"{caches}/{name}" for name in CACHES})
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(table(result), flush=True)
+        print(trainings_table(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,12 +43,13 @@ def test_the_report_in_the_documentation(tmp_path):
     """Its lines are those of this machine, whatever the versions are."""
     TINY.write_model(tmp_path / "model")
     done = run("trl.DPOTrainer", "--model", tmp_path / "model")
-    (documented,) = [block.code for block in blocks("text") if block.page == "docs/doctor.md"]
+    (_, documented) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
 
     def lines(report):
         return re.findall(r"^(\S+(?: on)?|  \S+ +\S+(?:, \w+)?)", report, re.M)
 
-    assert lines(documented) == lines(done.stdout)
+    printed = iter(lines(done.stdout))
+    assert all(line in printed for line in lines(documented)), "in this order, as `in` goes on from the last one"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ RUNS = {
     "trl_online_dpo": ["--steps", "2", "--batch-size", "2", "--max-new-tokens", "4"],
     "trl_grpo": ["--steps", "2", "--prompts", "2", "--completions", "2", "--max-new-tokens", "4"],
     "precompute": ["--steps", "2", "--batch-size", "4"],
+    "custom_layers": ["--steps", "4"],
 }
 CALLS = {
     "dpo_loop": {("fastdpo.ref_logps", "reference", "fused"), ("fastdpo.score", "policy", "fused")},
@@ -38,15 +39,17 @@ CALLS = {
     "trl_online_dpo": {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")},
     "trl_grpo": {("trl.GRPOTrainer", kind, "fused") for kind in ("policy", "old_policy", "reference")},
     "precompute": {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")},
+    "custom_layers": set(),  # it calls ops itself
 }
 
 
-DRAWS_ITS_PAIRS = {"trl_vision_dpo"}
+INPUTS = {"trl_vision_dpo": "images", "custom_layers": "none"}
+"""The examples that are not given a model and pairs of text."""
 
 
 @pytest.fixture(scope="module")
 def model_and_pairs(tmp_path_factory):
-    """Maps whether an example takes pairs from a file to the arguments that name its model and its pairs."""
+    """Maps what an example trains on to the arguments that name its model and its pairs."""
     directory = tmp_path_factory.mktemp("example")
     tiny_multimodal("llava").save_pretrained(directory / "vision")
     llava_with_chat_template().save_pretrained(directory / "vision")
@@ -54,7 +57,7 @@ def model_and_pairs(tmp_path_factory):
     tokenizer().save_pretrained(directory / "model")
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(20)))
     of_text = ["--model", str(directory / "model"), "--dataset", str(directory / "pairs.jsonl")]
-    return {True: of_text, False: ["--model", str(directory / "vision")]}
+    return {"text": of_text, "images": ["--model", str(directory / "vision")], "none": []}
 
 
 def test_every_example_is_run():
@@ -63,7 +66,7 @@ def test_every_example_is_run():
 
 def test_the_loop_trains_on_two_processes(model_and_pairs, tmp_path):
     """With half of the pairs for each of them."""
-    run_ranks(2, run_rank, tmp_path, ["dpo_loop.py", *model_and_pairs[True], "--steps", "4", "--batch-size", "2"])
+    run_ranks(2, run_rank, tmp_path, ["dpo_loop.py", *model_and_pairs["text"], "--steps", "4", "--batch-size", "2"])
     logs = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert "fastdpo.score: 4 fused calls of the policy model" in logs[0]
     assert not logs[1]
@@ -89,7 +92,7 @@ def run(name: str, inputs: list[str], directory: Path) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name, model_and_pairs, tmp_path):
-    inputs = model_and_pairs[name not in DRAWS_ITS_PAIRS]
+    inputs = model_and_pairs[INPUTS.get(name, "text")]
     assert run(name, inputs, tmp_path) == CALLS[name]
     if name == "precompute":
         assert run(name, inputs, tmp_path) == {("trl.DPOTrainer", "policy", "fused")}

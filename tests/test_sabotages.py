@@ -80,7 +80,7 @@ OTHERS = (
 )
 """Capabilities that no table of the documentation lists by these names."""
 
-TRAINERS = (ROOT / "docs" / "works-with.md").read_text()
+TRAINERS = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "start.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 

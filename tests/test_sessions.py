@@ -1,7 +1,7 @@
 """What a person reads, line by line: wrong calls, a training, and a model that is not supported.
 
-The reports of `check` and `doctor` are compared with those that docs/check.md and docs/doctor.md show, in the tests
-of these commands. tests/test_run.py compares the lines of `fastdpo run`.
+The reports of `check` and `doctor` are compared with those that docs/check.md shows, in the tests of these commands.
+tests/test_run.py compares the lines of `fastdpo run`.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""What MkDocs does besides: README is the home page, and links that leave docs/ lead somewhere or become text.
+"""What MkDocs does besides: README is the home page, generated pages are added, and links that leave docs/ lead
+somewhere or become text.
 
 `make site` builds the pages by mkdocs.yml, which names this file as a hook.
 """
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 AT_THE_ROOT |= {"SECURITY.md": "security.md"}
 """Pages at the root of the repository, and their names on the site."""
+BENCHMARKS = ROOT / "out" / "benchmarks.md"
+"""The page of all suites, which `python -m benchmarks.report` has written."""
 MODULES = {
     "fastdpo": "patching trainers",
     "fastdpo.ops": "building blocks of custom loops",
@@ -41,6 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in AT_THE_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "api.md", content=api()))
+    files.append(File.generated(config, BENCHMARKS.name, content=BENCHMARKS.read_text(encoding="utf-8")))
     return files
 
 

@@ -1,4 +1,4 @@
-"""The generated parts of docs/results.md, docs/gpu.md and two pages of docs/notes, and the plots."""
+"""The generated parts of docs/results.md and docs/gpu.md, the page of all suites, and the plots."""
 
 import copy
 import json
@@ -61,16 +61,11 @@ def committed() -> dict[str, dict]:
 
 
 def test_pages_are_up_to_date(committed):
-    on_gpu = report.results(report.GPU_RESULTS)
-    blocks = {
-        report.RESULTS_PAGE: tables.speedups_table(committed),
-        report.GPU_PAGE: tables.gpu_table(on_gpu["step"]),
-        report.GPU_NOTES: report.gpu_block(on_gpu),
-    }
+    speedups, gpu = report.RESULTS_PAGE.read_text(), report.GPU_PAGE.read_text()
     stale = "run `python -m benchmarks.report`"
-    for path, content in blocks.items():
-        assert report.fill(path.read_text(), content) == path.read_text(), stale
-    assert report.page(committed) == report.PAGE.read_text(), stale
+    on_gpu, trainings = report.results(report.GPU_RESULTS), json.loads(report.TRAININGS.read_text())
+    assert report.results_page(speedups, committed) == speedups, stale
+    assert report.gpu_page(gpu, on_gpu, trainings) == gpu, stale
 
 
 def test_the_history_has_the_commits_of_all_results():
@@ -85,6 +80,7 @@ def test_the_history_has_the_commits_of_all_results():
 
 def test_a_changed_result_is_found(committed):
     """Pages follow the samples of a run: five times the time of fastdpo changes their tables."""
+    before = report.page(committed, {})
     for name in ("step", "head", "attention", "evaluation"):
         result = copy.deepcopy(committed[name])
         for case in result["cases"]:
@@ -92,7 +88,7 @@ def test_a_changed_result_is_found(committed):
                 sample["seconds"] *= 5
         result["summary"] |= summarize(result["cases"])
         changed = committed | {name: result}
-        assert report.page(changed) != report.PAGE.read_text(), name
+        assert report.page(changed, {}) != before, name
         if name == "step":
             assert tables.speedups_table(changed) != tables.speedups_table(committed)
 
@@ -124,7 +120,7 @@ def test_every_side_of_the_suites_is_described():
 @pytest.mark.parametrize("theme", plots.THEMES)
 def test_the_first_picture_shows_the_committed_ratios(theme, committed, tmp_path):
     """Of time and of memory, between the sides that score the same positions."""
-    picture, step = (report.PLOTS / f"first-{theme}.svg").read_text(), committed["step"]
+    picture, step = (report.PICTURES / f"first-{theme}.svg").read_text(), committed["step"]
     summaries = [summary for name, summary in step["summary"]["cases"].items() if name.startswith("full/")]
     sides = ("TRL, labelled positions only", "fastdpo")
     seconds = [[summary["seconds"][side]["value"] for side in sides] for summary in summaries]
@@ -138,13 +134,14 @@ def test_the_first_picture_shows_the_committed_ratios(theme, committed, tmp_path
 
 
 def test_the_page_shows_measurements_and_reasons_for_missing_ones(result):
-    text = report.page({"head": result})
+    text = report.page({"head": result}, {"head": result | {"title": "On another machine"}})
     assert "## A title" in text
     assert "2.00 s, 4.00x, 8 MiB" in text
     assert "incorrect: log-probs: error 1.0e-01" in text
     assert "4.00x (3.60 to 4.40)" in text
     assert "`python -m benchmarks.run --suite head --rounds 3` on cpu a processor, threads 2;" in text
     assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text.replace("\n", " ")
+    assert "### On another machine" in text
 
 
 def samples(*seconds: float) -> dict:
@@ -229,7 +226,7 @@ def test_the_page_of_results_begins_with_at_most_six_rows():
     assert len(tables.SPEEDUP_ROWS) <= 6
     lines = tables.speedups_table(report.results()).splitlines()
     assert 1 < sum(line.startswith("|") for line in lines) <= 2 + 6
-    assert all(len(line.split("|")) - 2 <= 4 for line in lines if line.startswith("|"))
+    assert all(len(line.split("|")) - 2 <= 5 for line in lines if line.startswith("|"))
 
 
 def test_text_is_filled_in_between_its_markers(result):
@@ -245,36 +242,31 @@ def test_text_is_filled_in_between_its_markers(result):
 
 
 def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
-    directory = tmp_path / "results"
-    speedups = tmp_path / "docs" / "results.md"
-    directory.mkdir()
+    directory, speedups, on_gpu = tmp_path / "results", tmp_path / "results.md", tmp_path / "gpu.md"
+    (directory / "gpu").mkdir(parents=True)
     (directory / "head.json").write_text(json.dumps(result))
     (directory / "step.json").write_text(json.dumps(step_result))
-    markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
-    (tmp_path / "docs" / "notes").mkdir(parents=True)
-    speedups.write_text(markers)
-    (tmp_path / "docs" / "gpu.md").write_text(markers)
-    (tmp_path / "docs" / "notes" / "gpu.md").write_text(markers)
-    (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
     (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
+    speedups.write_text(markers)
+    on_gpu.write_text(markers + markers.replace("benchmarks", "trainings"))
     monkeypatch.setattr(report, "RESULTS_PAGE", speedups)
-    monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "notes" / "benchmarks.md")
-    monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
-    monkeypatch.setattr(report, "GPU_NOTES", tmp_path / "docs" / "notes" / "gpu.md")
+    monkeypatch.setattr(report, "GPU_PAGE", on_gpu)
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
-    monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
+    monkeypatch.setattr(report, "OTHERS", {})
+    monkeypatch.setattr(report, "PICTURES", tmp_path)
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
-    report.main()
+    report.main([])
     row = "Training step, LoRA (6 datasets)"
     assert cells(speedups.read_text(), row) == [row, "2.5x", "4.0x, 5 of 6 (Capybara missing)", "A, 0123456"]
-    assert "| a case" in (tmp_path / "docs" / "notes" / "benchmarks.md").read_text()
-    notes = (tmp_path / "docs" / "notes" / "gpu.md").read_text()
-    assert "### Steps" in notes
-    assert "2.00 s, 4.00x, 8 MiB" in notes
-    assert "| a case" in (tmp_path / "docs" / "gpu.md").read_text()
-    assert (tmp_path / "docs" / "plots" / "first-dark.svg").exists()
+    assert "| a case" in on_gpu.read_text()
+    assert (tmp_path / "first-dark.svg").exists()
+
+    report.main(["--site", str(tmp_path / "site" / "benchmarks.md")])
+    page = (tmp_path / "site" / "benchmarks.md").read_text()
+    assert "## A title" in page
+    assert "### Steps" in page
     (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
     with pytest.raises(ValueError, match="full run"):
-        report.main()
+        report.main([])

@@ -35,17 +35,13 @@ class Newer(NamedTuple):
         version: that of the copies.
         copies: the changes in each of them.
         reports: what `patch` reports on each.
-        page: the page of the documentation that shows the reports.
-        undocumented: copies whose reports it does not show.
         recorded: prefix of functions that are among those recorded for the installed version.
     """
 
     version: str
     copies: Mapping[str, list[Change]]
     reports: Mapping[str, str]
-    page: str
     recorded: str
-    undocumented: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

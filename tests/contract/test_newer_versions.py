@@ -6,7 +6,6 @@ import pytest
 
 from tests.contract.harness import Case, each, harnesses
 from tests.support.copies import (
-    assert_documented,
     assert_recorded,
     assert_reported_and_trained,
     train_program,
@@ -29,12 +28,6 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("case", COPIES, ids=lambda case: f"{case.harness.name}-{case.name}")
 def test_a_copy_trains_what_its_stock_trains(case, results):
     assert_reported_and_trained(results(case.harness)[case.name], case.value)
-
-
-@each(lambda harness: harness.newer)
-def test_the_reports_are_documented(harness):
-    newer = harness.newer
-    assert_documented(newer.page, (x for name, x in newer.reports.items() if name not in newer.undocumented))
 
 
 @each(lambda harness: harness.newer)

@@ -20,7 +20,6 @@ from tests.support.comparison import double
 from tests.support.copies import (
     Copy,
     assert_changes_are_noticed,
-    assert_documented,
     assert_recorded,
     assert_reported_and_trained,
     change,
@@ -116,10 +115,6 @@ def test_a_copy_trains_what_its_stock_trains(results, name):
 def test_other_trainers_of_a_copy_that_has_grown(results, trainer):
     assert_reported_and_trained(results[trainer], f"{trainer} (1.17.0): {ON}")
     assert not any("not fused" in message for message in results[trainer]["messages"])
-
-
-def test_the_reports_are_documented():
-    assert_documented("trl.md", (f"trl.DPOTrainer (1.17.0): {x.replace(TESTED, '')}" for x in (ON, OFF)))
 
 
 def test_a_difference_is_logged_with_its_size(results):

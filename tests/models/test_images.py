@@ -1,8 +1,5 @@
 """Which arguments of a call belong to images, and which images a pair shares."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,7 +7,7 @@ from fastdpo import packing
 from fastdpo.models import attention, images
 from fastdpo.packing import NotPackable
 from fastdpo.testing import float64_throughout
-from tests.support.models.multimodal import FUSED, IMAGE, tiny_multimodal
+from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.models.multimodal_errors import errors_of
 from tests.support.trl.dpo import tiny_model
 
@@ -104,8 +101,3 @@ def test_exact_in_float64(name):
         errors = errors_of(name)
     assert len(errors) == 4
     assert max(errors) < 1e-10, "they were up to 1e-11"
-
-
-def test_the_page_lists_the_errors_of_all_families():
-    page = Path(__file__).parents[2] / "docs" / "multimodal.md"
-    assert re.findall(r"^\| (\w+) \| \de-\d+ \|", page.read_text(), re.M) == [*FUSED]

@@ -76,4 +76,4 @@ def test_checkpointing_keeps_the_states_of_one_layer(kept, name, use_reentrant):
     assert kept.largest == (MIXERS if use_reentrant is None else 1)
     assert not kept.alive
     heads, key, value = (getattr(model.config, size) for size in SIZES[name])
-    assert kept.bytes == {4 * heads * key * value}, "the formula of docs/models.md"
+    assert kept.bytes == {4 * heads * key * value}

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -399,8 +397,3 @@ def test_states_are_shared_where_that_needs_fewer_chunks(prompt, completions, ch
     segments = Segments([[0, 0, 0, prompt + first], [0, prompt, prompt + first, second]], CPU)
     assert (segments.sequences(chunk).parents is not None) == shared
     assert segments.sequences(None).parents is None
-
-
-def test_the_page_lists_all_families():
-    page = Path(__file__).parents[2] / "docs" / "models.md"
-    assert re.findall(r"^\| (\w+) \| (?:`|whole)", page.read_text(), re.M) == [*HYBRID]

@@ -1,16 +1,11 @@
 """OpenRLHF's DPOTrainer: its labels, its attention and sharded models."""
 
 import logging
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from openrlhf.trainer import dpo_trainer
-from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
+from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
 
 import fastdpo
 from fastdpo.integrations.openrlhf.dpo import answer_labels
@@ -139,20 +134,6 @@ def test_report_and_unpatching(tmp_path, caplog):
         assert dpo_trainer.DPOTrainer.concatenated_forward is not stock
     assert dpo_trainer.DPOTrainer.concatenated_forward is stock
     assert not train(*paths, Strategy()).calls
-
-
-def test_the_program_in_the_docs_runs():
-    page = (Path(__file__).parents[2] / "docs" / "openrlhf.md").read_text()
-    (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "run_module" in code)
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--help"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "stand_ins"), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "--ds.attn_implementation" in done.stdout
 
 
 def test_an_unsupported_version_raises(monkeypatch):

@@ -1,5 +1,6 @@
-"""The GPT of docs/ops.md, whose layers are custom: packed rows compared with each row alone."""
+"""The GPT of examples/custom_layers.py: packed rows compared with each row alone."""
 
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +10,11 @@ import torch.nn.functional as F
 from fastdpo import ops
 from tests.support import ROOT
 from tests.support.comparison import assert_close, assert_same_gradients
-from tests.support.documents.markdown_blocks import blocks_of
-
-(BLOCK,) = [x for x in blocks_of(ROOT / "docs" / "ops.md") if "class GPT" in x.code]
 
 
 @pytest.fixture
-def page(device):
-    names: dict = {"__name__": "__main__"}
-    exec(compile(BLOCK.code, BLOCK.place, "exec"), names)
-    return SimpleNamespace(**names)
+def example(device):
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "custom_layers.py")))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,9 +38,9 @@ def gradients(model, loss) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_rows_pass_through_checkpointing(page, use_reentrant):
+def test_rows_pass_through_checkpointing(example, use_reentrant):
     torch.manual_seed(0)
-    model, (ids, mask, labels) = page.GPT(use_reentrant=use_reentrant), batch()
+    model, (ids, mask, labels) = example.GPT(use_reentrant=use_reentrant), batch()
     layout = ops.pack(ids, mask, labels, groups="content")
     hidden = model(layout.pack(ids), layout.position_ids[None], layout.rows)[0]
     logps = layout.unpack(ops.linear_logps(hidden[layout.label_index], model.head.weight, layout.labels).logps)

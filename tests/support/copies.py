@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import fastdpo
 from fastdpo.integrations.admission import tested_code
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
 from fastdpo.integrations.lines import LINES
-from tests.support import ROOT
 from tests.support.comparison import assert_same_training
 from tests.support.documents import tested_code as recording
 
@@ -81,11 +80,6 @@ def assert_reported_and_trained(result: Mapping[str, Any], report: str) -> None:
     """Asserts what the report says of a trainer, and that it trains what its stock trains: fused if it is on."""
     assert result["report"] == report
     assert_trains_as_its_stock(result, fused=": on" in report)
-
-
-def assert_documented(page: str, reports: Iterable[str]) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    assert all(f"\nfastdpo: {report}\n" in text for report in reports)
 
 
 def assert_recorded(prefix: str = "") -> None:

@@ -15,7 +15,7 @@ class CodeBlock(NamedTuple):
     """One fenced block.
 
     Attributes:
-        place: the page and the line number of the opening fence, such as "docs/ops.md:20".
+        place: the page and the line number of the opening fence, such as "docs/own-loop.md:6".
         language: the language named after the opening fence.
         code: the lines between the fences.
     """

@@ -26,7 +26,8 @@ versions.
 {example}
 ```
 
-- `fastdpo doctor --model PATH` prints the reasons for a model without any data ([doctor.md](doctor.md)).
+- [`fastdpo doctor --model PATH`](check.md#a-machine-or-a-model-fastdpo-doctor) prints the reasons for a model, without
+  any data.
 - `FASTDPO_STRICT=1` turns every fallback into an error.
 - `print(fastdpo.calls)` counts the calls of each model by the path that they took.
 - Memory that grows for a while in bfloat16 on a CPU is that of oneDNN, which compiles products for each shape and keeps

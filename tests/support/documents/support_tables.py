@@ -17,10 +17,13 @@ from transformers import PreTrainedModel
 
 from fastdpo.models import attention, support
 from fastdpo.models.examine import probe
+from fastdpo.models.parts import language_model
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT
+from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, PACKED_SINCE, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
+from tests.support.trl import vision
 from tests.support.trl.reward import has_classifier, reward_family
 
 PAGE = ROOT / "docs" / "support.md"
@@ -54,6 +57,17 @@ give the same bits as before, with eager and with sdpa attention.
 {families}
 
 TRL's own fused head fails on {failing} with the same error, with or without fastdpo.
+
+## Multimodal families
+
+The tests train these in the same way, on pairs of text and, where *images* says so, on pairs with images. "Once"
+means that the tower computes each image once for both rows, and *both directions* names the layers in
+which the tokens of an image attend to each other. Families whose tower is a model of the package `timm`,
+such as Gemma 3n, are not tested.
+
+{multimodal}
+
+TRL's own fused head fails on {failing_multimodal} with the same error, with or without fastdpo.
 
 ## Changes to a model between two steps
 
@@ -100,6 +114,25 @@ def family_rows() -> list[list[str]]:
     return rows
 
 
+def multimodal_rows() -> list[list[str]]:
+    rows = []
+    for name, family in (multimodal.FUSED | multimodal.STOCK).items():
+        model = multimodal.tiny_multimodal(name)
+        reason = reason_of(model) or ""
+        text = f"`{type(language_model(model)).__name__}`"
+        features = family.features if name in multimodal.FUSED else ""
+        rows.append([name, text, features, "no" if reason else "yes", images_of(name), reason])
+    return rows
+
+
+def images_of(name: str) -> str:
+    """What becomes of a family's images, if the tests train it on any."""
+    if name not in vision.FAMILIES:
+        return ""
+    where = vision.FAMILIES[name].islands
+    return f"once; both directions in {where}" if where else "once"
+
+
 def tests_of(name: str) -> ModuleType:
     """The imported module tests/integrations/trl_dpo/test_NAME.py."""
     return importlib.import_module(f"tests.integrations.trl_dpo.test_{name}")
@@ -128,16 +161,19 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
 
 def listed(items: Iterable[str], conjunction: str) -> str:
     *most, last = items
-    return f"{', '.join(most)} {conjunction} {last}"
+    return f"{', '.join(most)} {conjunction} {last}" if most else last
 
 
 def page() -> str:
     family_headers = ["family", "special features", "packed", "shared", "fused", "reward model", "reason"]
+    multimodal_headers = ["family", "language model", "special features", "packed", "images", "reason"]
     return TEXT.format(
         transformers=PINS["transformers"],
         trl=PINS["trl"],
         families=table(family_headers, family_rows()),
         failing=listed(FAILS_IN_STOCK, "and"),
+        multimodal=table(multimodal_headers, multimodal_rows()),
+        failing_multimodal=listed(multimodal.FAILS_IN_STOCK, "and"),
         surgeries=table(["change", "fused", "reason"], surgery_rows()),
         options=table(["field", "tested by"], option_rows()),
     )

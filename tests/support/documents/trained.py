@@ -1,6 +1,6 @@
 """The trainers that the tests train fused, with the versions of their packages.
 
-tests/trained.json lists them, and the table of trainers of docs/works-with.md is made of it. A run of the tests with
+tests/trained.json lists them, and the table of trainers of README is made of it. A run of the tests with
 the environment variable `FASTDPO_TRAINED`, a directory, writes there what it has trained:
 
     python -m tests.support.documents.trained --check DIRECTORY [--without PACKAGE[==VERSION] ...]
@@ -31,7 +31,7 @@ from fastdpo.integrations.lines import LINES, TRAINERS
 from tests.support import ROOT
 
 COMMITTED = ROOT / "tests" / "trained.json"
-PAGE = ROOT / "docs" / "works-with.md"
+PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- trainers:begin -->", "<!-- trainers:end -->"
 
 Trained = dict[str, set[str]]
@@ -69,7 +69,7 @@ def read(*paths: Path) -> Trained:
 
 
 def table(trained: Trained) -> str:
-    """The table of trainers of docs/works-with.md, with a row for the trainers of the same package and versions."""
+    """The table of trainers of README, with a row for the trainers of the same package and versions."""
     names: dict[tuple[str, str, bool, str], list[str]] = defaultdict(list)
     for trainer in TRAINERS:
         lines = [line for line in LINES if line.trainer == trainer]

@@ -1,21 +1,13 @@
-"""Hybrid models on packed tokens in float64, compared with padded rows.
-
-`python -m tests.support.models.mixer_errors` prints the table of docs/models.md.
-"""
+"""Hybrid models on packed tokens in float64, compared with padded rows."""
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from fastdpo import packing
 from fastdpo.models import attention
-from fastdpo.models.mixers import finding
-from fastdpo.testing import float64_throughout
-from tests.support.models.families import HYBRID, tiny_family
+from tests.support.models.families import tiny_family
 
 LENGTHS = ((150, 20, 33), (130, 5, 40), (1, 12, 17), (2, 3, 1))
 """Tokens of prompts and completions. States are shared (20 chunks of 64 tokens rather than 24), and
@@ -79,24 +71,3 @@ def switched(name: str, dtype: torch.dtype = torch.float32):
         model.set_experts_implementation("eager")  # the grouped implementation has no float64
     attention.switch(model.to(dtype))
     return model
-
-
-def rows() -> list[str]:
-    """The rows of the table."""
-    rows = []
-    for name in HYBRID:
-        with float64_throughout():
-            model = switched(name, torch.float64).train()
-            batch = pairs()
-            exact = results(model, *batch, packed=False)
-            errors = [largest_error(results(model, *each, packed=True), exact) for each in (batch, pairs(share=False))]
-        functions = sorted({f"`{name}`" for mixer in finding.mixers_of(model) for name in finding.called_by(mixer)})
-        rows.append(f"| {name} | {', '.join(functions) or 'whole rows'} | {errors[0]:.0e} | {errors[1]:.0e} |")
-    return rows
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    print("| family | functions | shared | not shared |", "| --- | --- | --- | --- |", *rows(), sep="\n")

@@ -1,25 +1,18 @@
-"""Multimodal models on packed tokens in float64, compared with padded rows.
-
-`python -m tests.support.models.multimodal_errors` prints the table of errors of docs/multimodal.md.
-"""
+"""Multimodal models on packed tokens in float64, compared with padded rows."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo import packing
 from fastdpo.models import attention, images
-from fastdpo.testing import float64_throughout
 from tests.support.models.mixer_errors import largest_error, pairs, results_of
-from tests.support.models.multimodal import FUSED, tiny_multimodal
+from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs
 
 IMAGES = (1, 2, 0, 1)
@@ -77,22 +70,3 @@ def errors_of(name: str) -> list[float]:
     """The errors on text, and those on images if the tests train the family on any."""
     model = switched(name)
     return errors_on_text(model) + (errors_on_images(model, name) if name in FAMILIES else [])
-
-
-def row(name: str) -> str:
-    errors = errors_of(name)
-    return " | ".join(["", name, *(f"{error:.0e}" for error in errors), *[""] * (4 - len(errors)), ""]).strip()
-
-
-def rows() -> list[str]:
-    """The rows of the table."""
-    with float64_throughout():
-        return [row(name) for name in FUSED]
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    print("| family | text, shared | text, not shared | images, shared | images, not shared |")
-    print("| --- | --- | --- | --- | --- |", *rows(), sep="\n")

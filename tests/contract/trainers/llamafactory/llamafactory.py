@@ -142,8 +142,6 @@ HARNESSES = [
             version="0.9.6",
             copies=COPIES,
             reports=REPORTS,
-            page="llamafactory.md",
-            undocumented=("logits in the loss",),
             recorded="llamafactory.train.kto.",
         ),
     ),

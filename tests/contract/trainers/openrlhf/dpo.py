@@ -127,8 +127,6 @@ HARNESSES = [
             version="0.12.0",
             copies=COPIES,
             reports=REPORTS,
-            page="openrlhf.md",
-            undocumented=("another actor",),
             recorded="openrlhf.models.actor.",
         ),
     )

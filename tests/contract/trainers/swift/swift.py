@@ -201,7 +201,6 @@ HARNESSES = [
             version="4.7.0",
             copies=COPIES,
             reports=REPORTS,
-            page="swift.md",
             recorded="swift.rlhf_trainers.kto_trainer.",
         ),
     ),
