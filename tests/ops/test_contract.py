@@ -22,7 +22,7 @@ from fastdpo.ops.head import linear_logps
 from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops import attention, heads
-from tests.support.ops.heads import LEAVES, MODES, OUTPUTS, Dropped
+from tests.support.ops.heads import LEAVES, MODES, OUTPUTS, Dropped, doubled
 from tests.support.ops.tokens import OPTIONS, logits_and_targets
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -61,9 +61,8 @@ class Call(NamedTuple):
 
 def logits(size: str, dtype: torch.dtype, words: int) -> dict[str, Tensor]:
     n = SIZES[size]
-    return {
-        name: x[:n] for name, x in zip(("logits", "targets"), logits_and_targets(n or 1, words, dtype), strict=True)
-    }
+    x, targets = logits_and_targets(n or 1, words, dtype)
+    return dict(logits=x[:n], targets=targets[:n])
 
 
 def packed_logits(size: str, dtype: torch.dtype, words: int) -> dict[str, Tensor]:
@@ -113,7 +112,7 @@ def queries(shape: str, has_sinks: bool, size: str, dtype: torch.dtype, words: i
     rows = attention.rows_of(GROUPS[size]) if size in GROUPS else torch.zeros(0, 4, dtype=torch.int32)
     *tensors, _ = attention.attention_inputs(rows, shape, dtype)
     sinks = {"sinks": torch.randn(attention.HEADS[shape][0]).to(dtype)} if has_sinks else {}
-    return dict(zip(("query", "key", "value"), tensors, strict=True)) | {"rows": rows, **sinks}
+    return dict(zip(QKV, tensors, strict=True)) | {"rows": rows, **sinks}
 
 
 def composed_loss(ref_chosen_logps: Tensor, ref_rejected_logps: Tensor, **inputs: Any) -> ops.PreferenceLoss:
@@ -123,6 +122,7 @@ def composed_loss(ref_chosen_logps: Tensor, ref_rejected_logps: Tensor, **inputs
 
 LOSSES = {"": ("logps",), ", entropy": ("entropy",), ", both": ("logps", "entropy")}
 EVERY = dict(outputs=OUTPUTS)
+QKV = ("query", "key", "value")
 
 CALLS = {
     **{
@@ -162,13 +162,19 @@ CALLS = {
         f"packed_attention {features}, {shape}": Call(
             ops.packed_attention,
             definitions.packed_attention,
-            functools.partial(queries, shape, has_sinks),
-            options,
-            ("query", "key", "value", *(["sinks"] if has_sinks else [])),
+            functools.partial(queries, shape, "sinks" in needs),
+            attention.FEATURES[features][0],
+            needs,
             ("out",),
         )
-        for features, (options, has_sinks) in attention.FEATURES.items()
-        for shape in ("grouped", "wide values")
+        for features, shape, needs in (
+            ("plain", "grouped", QKV),
+            ("plain", "wide values", QKV),
+            ("window", "wide values", QKV),
+            ("softcap", "grouped", QKV),
+            ("sinks", "wide values", (*QKV, "sinks")),
+            ("all", "grouped", (*QKV, "sinks")),
+        )
     },
 }
 """Each op, in each way in which it computes."""
@@ -183,14 +189,20 @@ COMPILED = [
 ]
 
 
-@pytest.fixture
-def run(rows_of_a_tile, device):
-    """A function that makes a call, with tiles of eight rows. It returns results and gradients by name."""
+class Runner:
+    """Makes the calls of the table, with tiles of eight rows."""
 
-    def words_of(size: str) -> int:
-        return 7 if size == "few" else 131 if device == "cpu" else 5003
+    def __init__(self, set_tile_rows: Callable[..., None], words: int) -> None:
+        self._set_tile_rows, self._words = set_tile_rows, words
 
-    def run(name: str, inputs: dict[str, Tensor], op=None, dtype=torch.float32, upstream=lambda x, result: x):
+    def inputs(self, name: str, size: str = "many", dtype=torch.float32) -> dict[str, Tensor]:
+        self._set_tile_rows(8, 131, dtype)
+        return CALLS[name].inputs(size, dtype, 7 if size == "few" else self._words)
+
+    def __call__(
+        self, name: str, inputs: dict[str, Tensor], op=None, dtype=torch.float32, upstream=lambda x, result: x
+    ):
+        """Results and gradients by name. `op` replaces the op, `upstream` changes upstream gradients; None: none."""
         call = CALLS[name]
         options = dict(call.options)
         if call.kept_rows is not None and op is not call.definition:
@@ -208,22 +220,17 @@ def run(rows_of_a_tile, device):
         gradients = {f"gradient of {x}": leaves[x].grad for x in call.needs}
         return {x: value.detach() for x, value in results.items()} | gradients
 
-    def inputs_of(name: str, size: str = "many", dtype=torch.float32) -> dict[str, Tensor]:
-        rows_of_a_tile(8, 131, dtype)
-        return CALLS[name].inputs(size, dtype, words_of(size))
 
-    run.inputs = inputs_of
-    return run
+@pytest.fixture
+def run(rows_of_a_tile, device):
+    """With a vocabulary of one block where torch computes, and of two and a tail in kernels."""
+    return Runner(rows_of_a_tile, 131 if device == "cpu" else 5003)
 
 
 def weights(result: Tensor, dtype: torch.dtype) -> Tensor:
     """An upstream gradient of a result, with the values of a dtype."""
     x = torch.arange(result.numel(), device=result.device, dtype=torch.float64).mul(1.7).cos()
     return x.view(result.shape).to(dtype).to(result.dtype)
-
-
-def doubled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -308,7 +315,9 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "preference_loss"])
+@pytest.mark.parametrize(
+    "name", [*COMPILED, "linear_logps nothing", "linear_logps frozen", "linear_logps weight alone"]
+)
 def test_opcheck(name, dtype, run, monkeypatch):
     """Of the custom ops that a call and its backward make."""
     for module in (linear_logps, packed_attention):
