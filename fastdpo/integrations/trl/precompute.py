@@ -53,8 +53,8 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset, changed: Sequence[str]) 
     if not patched or not isinstance(dataset, Dataset):  # TRL refuses streaming datasets
         return False
     reason = Reason("changed-code", functions=", ".join(changed)) if changed else None
-    reason = reason or (Reason("transformed-rows") if has_transform(dataset) else None)
-    reason = reason or _unsupported_reason(trainer) or _width_reason(trainer, dataset)
+    reason = reason or _unsupported_reason(trainer)  # TRL 0.29 sets a transform itself
+    reason = reason or (Reason("transformed-rows") if has_transform(dataset) else _width_reason(trainer, dataset))
     if reason is not None:
         report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None
