@@ -114,8 +114,8 @@ test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
 
 DETAILED := 0.29.1 1.9.0 1.14.2
 IN_DETAIL := tests/trl_versions tests/contract/test_options.py tests/contract/test_unpatching.py \
-	tests/integrations/trl_dpo/test_options.py tests/integrations/test_trl_reward_budget.py
-IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_online_dpo.py test_reward.py test_run.py)
+	tests/integrations/trl_dpo/test_options.py
+IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_max_tokens.py test_online_dpo.py test_reward.py test_run.py)
 TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
 # TRL 0.29 has no pass that can be replaced by that of fastdpo, and no router losses.
 WITHOUT_A_PASS = $(if $(filter 0.29.1,$(filter $*,$(DETAILED))),-k "not precompute and not router")
