@@ -173,9 +173,11 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         NotPackable: the batch has no packed form.
     """
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
-    obstacle = _obstacle(model, fused, verdict, kwargs) if given is None else "is given images"
-    kind = kind_of_call(model, fused)
-    replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
+    replays = False
+    if fused.options.compile or fused.options.graphs:
+        obstacle = _obstacle(model, fused, verdict, kwargs) if given is None else "is given images"
+        kind = kind_of_call(model, fused)
+        replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
     if given is None:
         layout = layout_of_call(model, fused, kwargs, tokens=rounding(fused.options.graphs))
         if verdict.has_own_code:

@@ -320,9 +320,10 @@ def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
     if fused.is_switched:
         attention.restore(model, kept)
         fused.is_switched = False
-    if head.head_of(model) not in kept:
-        head.restore(head.head_of(model))
-        sharding.restore_output_dtypes(model, head.head_of(model))
+    lm_head = head.head_of(model)
+    if lm_head not in kept:
+        head.restore(lm_head)
+        sharding.restore_output_dtypes(model, lm_head)
     for module in model.modules():
         if ATTRIBUTE not in vars(module) and module not in kept:
             pickling.uninstall(module)
