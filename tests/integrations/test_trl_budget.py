@@ -1,5 +1,7 @@
 """`patch(max_tokens=...)` for SFT, KTO, DPO and Reward: the steps of stock, whose rows and pairs are cut anew."""
 
+import functools
+
 import pytest
 import torch
 from datasets import IterableDataset
@@ -19,7 +21,7 @@ from tests.support.trl import kto, reward, sft
 from tests.support.trl.dpo import Run, adapter, assert_same, pairs, recorded_packs, tiny_model, tokenizer, train
 from tests.support.trl.resuming import assert_resumes
 from tests.support.workers import budgets
-from tests.support.workers.budgets import DPO, KTO, MAX_TOKENS, REWARD, SFT, TRAINERS, trained
+from tests.support.workers.budgets import COMMON, DPO, KTO, MAX_TOKENS, REWARD, SFT, TRAINERS, compared, trained
 from tests.support.workers.processes import run_ranks
 
 STEPS = 3
@@ -28,29 +30,9 @@ ADAPTER = {name: x for name, x in adapter().items() if name != "reference"}
 
 @pytest.fixture
 def compare(tmp_path):
-    """Compares a training in float64 with that of stock, and returns it."""
-
-    def both(trainer: str, max_tokens: int | None = None, **options) -> Run:
-        stock = trained(tmp_path / "stock", trainer, **options)
-        with fastdpo.patched(trainer, max_tokens=max_tokens or MAX_TOKENS[trainer]):
-            patched = trained(tmp_path / "patched", trainer, **options)
-        assert_same(stock, patched)
-        return patched
-
-    return both
+    return functools.partial(compared, tmp_path)
 
 
-LONG = dict(per_device_train_batch_size=16, gradient_accumulation_steps=1)
-COMMON = {
-    "as it is": {},
-    "one micro-batch": dict(max_tokens=10_000),
-    "rows above the budget": dict(max_tokens=12),
-    "without accumulation": LONG,
-    "logged later": dict(logging_steps=2),
-    "evaluation": dict(evaluate=6, eval_strategy="steps", eval_steps=1),
-    "pad_to_multiple_of": dict(pad_to_multiple_of=16),
-    "checkpointing": dict(gradient_checkpointing=True),
-}
 OF_PAIRS = {
     "worker processes": dict(dataloader_num_workers=1, max_steps=2),
     "sequential": dict(train_sampling_strategy="sequential"),

@@ -12,13 +12,24 @@ import torch
 import fastdpo
 from tests.support.comparison import double
 from tests.support.trl import kto, reward, sft
-from tests.support.trl.dpo import Run, pairs, tiny_model, train
+from tests.support.trl.dpo import Run, assert_same, pairs, tiny_model, train
 
 STEPS = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, learning_rate=0.05, max_steps=3)
 """Steps of 16 rows or pairs on a rank. In one process, the third one has 6."""
 UNITS = 38
 SFT, KTO, DPO, REWARD = TRAINERS = ("trl.SFTTrainer", "trl.KTOTrainer", "trl.DPOTrainer", "trl.RewardTrainer")
 MAX_TOKENS = {SFT: 90, KTO: 90, DPO: 160, REWARD: 160}
+COMMON = {
+    "as it is": {},
+    "one micro-batch": dict(max_tokens=10_000),
+    "rows above the budget": dict(max_tokens=12),
+    "without accumulation": dict(per_device_train_batch_size=16, gradient_accumulation_steps=1),
+    "logged later": dict(logging_steps=2),
+    "evaluation": dict(evaluate=6, eval_strategy="steps", eval_steps=1),
+    "pad_to_multiple_of": dict(pad_to_multiple_of=16),
+    "checkpointing": dict(gradient_checkpointing=True),
+}
+"""Arguments of `compared` that suit each of the trainers."""
 
 
 def shuffled(rows: Callable[..., list[dict]], n: int = UNITS, seed: int = 0) -> list[dict]:
@@ -49,6 +60,15 @@ def trained(directory: Path, trainer: str, tiny: dict | None = None, prepare: Ca
     if trainer == KTO:
         return kto.train_kto(directory, models[0], reference, **{"data": shuffled(kto.rows), **options})
     return train(directory, models[0], reference, **{"data": shuffled(related_pairs), **options})
+
+
+def compared(directory: Path, trainer: str, max_tokens: int | None = None, **options) -> Run:
+    """Compares a training with `max_tokens` with that of stock, and returns it."""
+    stock = trained(directory / "stock", trainer, **options)
+    with fastdpo.patched(trainer, max_tokens=max_tokens or MAX_TOKENS[trainer]):
+        patched = trained(directory / "patched", trainer, **options)
+    assert_same(stock, patched)
+    return patched
 
 
 def with_and_without(directory: Path, trainer: str) -> list[Run]:
