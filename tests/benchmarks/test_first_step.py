@@ -1,12 +1,9 @@
 """The first step by its parts."""
 
-import json
-
 from benchmarks import first_step
 from benchmarks.cases import SUBJECT
 from benchmarks.first_step import COMPILING, PARTS, PROBE, REST, Clock
 from benchmarks.suites.step import STOCK
-from tests.support.programs.warm import run_program
 
 PROGRAM = """
 from benchmarks import first_step
@@ -33,17 +30,14 @@ def test_a_part_does_not_contain_those_within_it(monkeypatch):
     assert clock.seconds.total() == 7.0  # from the first tick to the last one
 
 
-def test_the_command(tmp_path):
+def test_the_command(measured):
     """The parts of the first step make up its time, and the probe of fastdpo is one of them."""
-    path, out = tmp_path / "program.py", tmp_path / "first_step.json"
-    path.write_text(PROGRAM.format(out=str(out)))
-    done = run_program(path)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(out.read_text())["cases"]
+    result, printed = measured(PROGRAM)
+    cases = result["cases"]
     assert [*cases] == [f"{name}, {state}" for name in (STOCK, SUBJECT) for state in ("cold", "warm")]
     for name, case in cases.items():
         assert 0 < sum(case["parts"].values()) <= case["seconds"]
         assert set(case["parts"]) <= {*PARTS}
         assert (PROBE in case["parts"]) == name.startswith(SUBJECT)
         assert len(case["later_seconds"]) == 3
-    assert "| fastdpo, warm" in done.stdout
+    assert "| fastdpo, warm" in printed

@@ -1,11 +1,8 @@
 """Whole trainings, stock and patched."""
 
-import json
-
 import pytest
 
 from benchmarks import trainings
-from tests.support.programs.warm import run_program
 
 PROGRAM = """
 import fastdpo
@@ -22,13 +19,10 @@ trainings.main(["--quick", "--steps", "3", "--threads", "1", "--json", {out!r}])
 """
 
 
-def test_the_command(tmp_path):
+def test_the_command(measured):
     """All sides train the same numbers."""
-    path, out = tmp_path / "program.py", tmp_path / "trainings.json"
-    path.write_text(PROGRAM.format(out=str(out)))
-    done = run_program(path)
-    assert done.returncode == 0, done.stderr
-    sides = json.loads(out.read_text())["sides"]
+    result, printed = measured(PROGRAM)
+    sides = result["sides"]
     assert list(sides) == list(trainings.SIDES)
     stock, *others = ([log for log in x["logs"] if log.keys() & {"loss", "eval_loss"}] for x in sides.values())
     assert len(stock) == 4
@@ -37,4 +31,4 @@ def test_the_command(tmp_path):
             for name in log.keys() & {"loss", "eval_loss", "grad_norm", "rewards/margins", "eval_rewards/margins"}:
                 assert log[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     assert all(len(x["step_seconds"]) == 3 for x in sides.values())
-    assert all(name in done.stdout for name in sides)
+    assert all(name in printed for name in sides)
