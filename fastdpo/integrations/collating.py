@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ..models.batch import PackedBatch, PaddedBatch, rounding
+from ..models.batch import PackedBatch, PaddedBatch
 from ..models.state import Groups
 from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
@@ -34,12 +34,10 @@ class CollatedBatch(dict[str, Any]):
     """
 
     packed: PackedBatch | None = None
-    _how: tuple[Groups | None, int | None, bool]
+    _how: tuple[Groups | None, int | None]
 
     @classmethod
-    def of(
-        cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None, rounded: bool
-    ) -> CollatedBatch:
+    def of(cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None) -> CollatedBatch:
         """A batch with its layout, on the device of both.
 
         Args:
@@ -47,12 +45,11 @@ class CollatedBatch(dict[str, Any]):
             layout: of the batch.
             groups: which of its rows may share a prefix.
             padding: the id of padding, in a batch of a reward model.
-            rounded: whether it is padded to one of few numbers of tokens.
         """
         batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
-        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding, rounded)
-        batch.packed.layouts[groups, False, None, rounding(rounded), False] = layout
+        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding)
+        batch.packed.layouts[groups, False, None, None, False] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
@@ -73,8 +70,7 @@ class CollatedBatch(dict[str, Any]):
         """The layout, unless code that had the batch after its collation has changed it."""
         if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
             return None
-        groups, _, rounded = self._how
-        return self.packed.layouts[groups, False, None, rounding(rounded), False]
+        return self.packed.layouts[self._how[0], False, None, None, False]
 
 
 def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
@@ -82,25 +78,21 @@ def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> Col
     return CollatedBatch.of(tensors, Layout(**made), *how)
 
 
-def with_layout(batch: Any, groups: Groups | None, padding: int | None = None, rounded: bool = False) -> Any:
-    """A batch that a collator has made, packed if it can be: that of a reward model if it has an id of padding, and to
-    one of few numbers of tokens if it is rounded.
-    """
+def with_layout(batch: Any, groups: Groups | None, padding: int | None = None) -> Any:
+    """A batch that a collator has made, packed if it can be: that of a reward model if it has an id of padding."""
     padded = PaddedBatch.of_collated(batch, padding) if type(batch) is dict else None
     if padded is None or not all(is_host(x.device) for x in padded[:3]):
         return batch
     try:
-        layout = padded.pack(groups, tokens=rounding(rounded))
+        layout = padded.pack(groups)
     except (NotPackable, TypeError, ValueError):  # the model's call says why
         return batch
-    return CollatedBatch.of(batch, layout, groups, padding, rounded)
+    return CollatedBatch.of(batch, layout, groups, padding)
 
 
-def collate(
-    stock: Callable[[Any], Any], groups: Groups | None, padding: int | None, rounded: bool, examples: Any
-) -> Any:
+def collate(stock: Callable[[Any], Any], groups: Groups | None, padding: int | None, examples: Any) -> Any:
     """The batch of another collator, packed."""
-    return with_layout(stock(examples), groups, padding, rounded)
+    return with_layout(stock(examples), groups, padding)
 
 
 def with_packed_batches(
@@ -117,7 +109,7 @@ def with_packed_batches(
     state = line.state_of(trainer)
     if state is None or state.budget is not None:  # which cuts the batches anew
         return stock(trainer, *args, **kwargs)
-    how = "content" if line.options.share_prompts else None, padding, line.options.graphs
+    how = "content" if line.options.share_prompts else None, padding
     collator = functools.partial(collate, trainer.data_collator, *how)  # pickled for workers
     with temporarily(trainer, data_collator=collator):
         return stock(trainer, *args, **kwargs)

@@ -91,7 +91,7 @@ class PaddedBatch(NamedTuple):
             groups: which rows may share a prefix, which is then stored once. None: no rows do.
             store_all: store tokens that no other depends on, too.
             reach: number of positions that rotary embeddings must see, or None for as many as there are.
-            tokens: the number of tokens to pad to, for the number that there are (see `rounded_up`).
+            tokens: the number of tokens to pad to, for the number that there are.
             count_padding: count positions from the first column, for a model whose own positions do.
 
         Raises:
@@ -103,17 +103,6 @@ class PaddedBatch(NamedTuple):
             members = torch.arange(rows, device="cpu") % (rows // 2)
         options = {"store_all": store_all, "count_padding": count_padding}
         return packing.pack(*self[:3], groups=members, shifted=self.shifted, reach=reach, tokens=tokens, **options)
-
-
-def rounded_up(tokens: int) -> int:
-    """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more."""
-    step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
-    return -(-tokens // step) * step
-
-
-def rounding(rounded: bool) -> Callable[[int], int] | None:
-    """What the number of tokens of a batch is rounded by, if it is."""
-    return rounded_up if rounded else None
 
 
 class PackedBatch:

@@ -13,7 +13,7 @@ from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, sharding, support
-from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call, rounding
+from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
@@ -179,7 +179,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         kind = kind_of_call(model, fused)
         replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
     if given is None:
-        layout = layout_of_call(model, fused, kwargs, tokens=rounding(fused.options.graphs))
+        layout = layout_of_call(model, fused, kwargs)
         if verdict.has_own_code:
             _examine_length(model, fused, verdict, len(layout.token_index), kwargs)
         size, (least, largest) = verdict.vocabulary, layout.id_range or (0, 0)

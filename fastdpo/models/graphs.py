@@ -1,9 +1,10 @@
 """CUDA graphs of the backbone for packed calls.
 
-A packed batch that is padded to one of few numbers of tokens has fixed shapes. When a number is seen for the second
-time, the passes of the backbone over it are recorded. Later batches with this number of tokens replay them: the host
-writes ids, positions and rows into the tensors of the recording, and launches it as a whole. Forward and backward are
-two graphs behind one node of autograd. The head, the loss, the trainer and the optimizer run as without.
+A recording has a fixed number of tokens, one of few. When a batch that one number is the least for is seen for the
+second time, the passes of the backbone over it are recorded. Later such batches replay them: the host writes ids,
+positions and rows into the tensors of the recording, whose last tokens are padding, and launches it as a whole.
+Forward and backward are two graphs behind one node of autograd. The head, the loss, the trainer and the optimizer run
+as without.
 
 A recording holds for one verdict about the model, and so for as long as its identity stays the same, and for the state
 that identities leave out: addresses of tensors, which of them are trained, autocast. It is used only if a batch with
@@ -55,8 +56,8 @@ DEVICE = "cuda"
 CHECKPOINTING = "_gradient_checkpointing_func"
 """The attribute by which transformers gives a layer the function that checkpoints it."""
 
-TENSORS = "input_ids", "position_ids", "attention_mask"
-"""The arguments of the backbone that differ between batches."""
+TOKENS = "input_ids", "position_ids"
+"""The arguments of the backbone that hold a value for each token."""
 
 Inputs = dict[str, Any]
 """The arguments of the backbone (see `attention.inputs_of`)."""
@@ -94,11 +95,11 @@ def aliases_of(backbone: nn.Module, trained: list[Tensor]) -> Iterator[list[Tens
 
 
 class Recording:
-    """The passes of a backbone over batches of one number of tokens.
+    """The passes of a backbone over batches of up to one number of tokens, T.
 
     Args:
         backbone: of the model.
-        inputs: of a batch, which is run by the layers first.
+        inputs: of a batch of T tokens (see `padded`), which is run by the layers first.
         room: that its layouts have for other batches (see `Rows`).
         trained: the parameters that may get gradients. If there are none, there is no backward.
         state: of the model, as `_Basis.state` returns it.
@@ -118,8 +119,7 @@ class Recording:
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
         self.backbone, self.state = backbone, state
         self.memory = memory_of(inputs["input_ids"].device, bool(trained))
-        self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
-        self._rows = rows_in(self._inputs)
+        self._inputs, self._rows = inputs, rows_in(inputs)
         self._rows.room = room
         run = functools.partial(run_layers, backbone, self._inputs)
         self.used, self.upstream = _used(run, trained)
@@ -140,10 +140,10 @@ class Recording:
 
     def fill(self, inputs: Inputs) -> bool:
         """Takes another batch. Returns False, and changes nothing, if its layouts do not fit."""
-        if not routes.refill(self._rows, rows_in(inputs)):
+        if not routes.refill(self._rows, rows_in(inputs).padded(self._rows.tokens)):
             return False
-        for name in TENSORS[:2]:
-            self._inputs[name].copy_(inputs[name])
+        for name in TOKENS:  # behind them, those of earlier batches are as good as any
+            self._inputs[name][:, : inputs[name].shape[1]].copy_(inputs[name])
         return True
 
     def run_forward(self, owner: object) -> Tensor:
@@ -159,14 +159,16 @@ class Recording:
         return [*torch._foreach_mul(self.gradients, 1.0)]  # pyright: ignore[reportPrivateImportUsage]
 
     def distance_of(self, hidden: Tensor) -> float:
-        """The largest relative distance of a replay from the states of the layers [1, T, D] for the same batch, over
+        """The largest relative distance of a replay from the states of the layers [1, n, D] for the same batch, over
         tokens, and from the gradients of all parameters, if there is a backward.
         """
         with torch.no_grad():
-            apart, whole = _norms(self.run_forward(None) - hidden[0]), _norms(hidden[0])  # [T]
+            states = self.run_forward(None)[: hidden.shape[1]]
+            apart, whole = _norms(states - hidden[0]), _norms(hidden[0])  # [n]
             if self.used:
-                self.upstream.copy_(hidden.roll(1, -1))  # the gradient of lengths would vanish behind a norm
-                expected = torch.autograd.grad(hidden, self.used, self.upstream)
+                upstream = hidden.roll(1, -1)  # the gradient of lengths would vanish behind a norm
+                self.upstream.zero_()[:, : hidden.shape[1]].copy_(upstream)
+                expected = torch.autograd.grad(hidden, self.used, upstream)
                 pairs = zip(self.run_backward(), expected, strict=True)
                 norms = [(_norms((x - y).flatten()), _norms(y.flatten())) for x, y in pairs]
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
@@ -310,14 +312,15 @@ class Graphs:
 
     def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor]) -> Recording | None:
         """A recording that has taken a batch, if a batch with its number of tokens was seen before."""
-        key, state = (id(basis.verdict), bool(trained), inputs["input_ids"].shape[1]), basis.state(trained)
+        size = rounded_up(inputs["input_ids"].shape[1])
+        key, state = (id(basis.verdict), bool(trained), size), basis.state(trained)
         recording = self._recordings.pop(key, None)
         if recording is None or recording.state != state or not recording.fill(inputs):
             first = self._first.get(key) if recording is None else None
             self._first[key] = inputs
             self._rooms[key] += 1
             is_new = first is not None
-            recording = self._made(basis, first, inputs, self._rooms[key], trained, state) if is_new else None
+            recording = self._made(basis, first, inputs, size, self._rooms[key], trained, state) if is_new else None
         if recording is not None:
             self._recordings[key] = recording
             for oldest in [*self._recordings][:-MAX_RECORDINGS]:
@@ -325,7 +328,7 @@ class Graphs:
         return recording
 
     def _made(
-        self, basis: _Basis, first: Inputs, inputs: Inputs, room: int, trained: list[Tensor], state: object
+        self, basis: _Basis, first: Inputs, inputs: Inputs, size: int, room: int, trained: list[Tensor], state: object
     ) -> Recording | None:
         """A new recording of a batch, after another one was tried, which it has taken. None, with a logged reason, if
         the model cannot be recorded; or if the batch needs more room.
@@ -335,12 +338,12 @@ class Graphs:
             if _have_hooks(basis.tensors):  # since the verdict
                 raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
             with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
-                recording = Recording(backbone, first, room, trained, state)
+                recording = Recording(backbone, padded(first, size), room, trained, state)
                 if not recording.fill(inputs):
                     return None
                 distance = recording.distance_of(run_layers(backbone, inputs))
             if distance <= BOUND:
-                logger.info("fastdpo: %s: recorded batches of %d tokens", self._name, inputs["input_ids"].shape[1])
+                logger.info("fastdpo: %s: recorded batches of up to %d tokens", self._name, size)
                 return recording
             self._reason = Reason("graphs-differ", distance=f"{distance:.1e}")
         except Unsupported as error:
@@ -351,7 +354,7 @@ class Graphs:
             message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             self._reason = Reason("graphs-error", error=message)
             if isinstance(error, torch.OutOfMemoryError):
-                self._reason = Reason("graphs-memory", tokens=inputs["input_ids"].shape[1])
+                self._reason = Reason("graphs-memory", tokens=size)
         self.forget()
         self._say(self._reason)
         return None
@@ -382,6 +385,20 @@ def run_layers(backbone: nn.Module, inputs: Inputs) -> Tensor:
     finally:
         for module, function in zip(checkpointed, own, strict=True):
             vars(module)[CHECKPOINTING] = function
+
+
+def padded(inputs: Inputs, tokens: int) -> Inputs:
+    """A copy of a batch with so many tokens. The further ones are in rows of their own, and are its first ones."""
+    rows = rows_in(inputs)
+    mask = torch.frombuffer(bytearray(rows.padded(tokens).given), dtype=torch.int32).view(1, 1, -1, 4)
+    index = torch.arange(tokens, device=inputs["input_ids"].device) % rows.tokens
+    return {**inputs, **{name: inputs[name].index_select(1, index) for name in TOKENS}, "attention_mask": mask}
+
+
+def rounded_up(tokens: int) -> int:
+    """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more."""
+    step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def rows_in(inputs: Inputs) -> Rows:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import fastdpo
 from fastdpo.logs import NotFused
 from fastdpo.models import graphs
-from fastdpo.models.batch import rounded_up
+from fastdpo.models.running import Runner
 from fastdpo.ops.attention import routes
 from tests.support.comparison import tiny
 from tests.support.kernels import recorder as recording
@@ -103,11 +103,39 @@ def run(model, given):
 
 
 @contextmanager
-def by_layers():
-    """The same tokens without graphs, in the block."""
+def watched():
+    """A list of whether each packed call in the block was replayed."""
+    replayed, begin, states = [], Runner.begin, Runner.replayed
+
+    def begin_watched(self, *args):
+        replayed.append(False)
+        return begin(self, *args)
+
+    def watch(self, *args):
+        found = states(self, *args)
+        replayed[-1] = found is not None
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "DEVICE", "none")
+        patch.setattr(Runner, "begin", begin_watched)
+        patch.setattr(Runner, "replayed", watch)
+        yield replayed
+
+
+@contextmanager
+def by_layers(replayed):
+    """The layers run in the block, over the same padding where calls of `watched` were replayed."""
+    calls = iter(replayed)
+
+    def run_padded(self, verdict, inputs, index):
+        inputs = graphs.padded(inputs, graphs.rounded_up(inputs["input_ids"].shape[1]))
+        return verdict.backbone(**inputs).last_hidden_state[0].index_select(0, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "begin", lambda *_: next(calls))
+        patch.setattr(Runner, "replayed", run_padded)
         yield
+    assert not [*calls]
 
 
 def assert_same_bits(found, expected):
@@ -124,10 +152,18 @@ def as_trained(model):
     return model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
 
 
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], msg=lambda message, name=name: f"{name}: {message}")
+
+
 class Twins:
     """A prepared model, and a copy of it whose layers run."""
 
     def __init__(self, model):
+        has_experts = any("experts" in name for name, _ in model.named_modules())
+        self.check = assert_close if has_experts else assert_same_bits  # they take other padding
         model = as_trained(model)
         self.models = model, copy.deepcopy(model)
         for each in self.models:
@@ -136,12 +172,12 @@ class Twins:
     def compare(self, given, do=step):
         """Compares both on a batch, and returns how many calls were replayed."""
         before = replays()
-        found = do(self.models[0], given)
-        replayed = replays() - before
-        with by_layers():
-            assert_same_bits(found, do(self.models[1], given))
-        assert replays() - before == replayed
-        return replayed
+        with watched() as replayed:
+            found = do(self.models[0], given)
+        assert replays() - before == sum(replayed)
+        with by_layers(replayed):
+            self.check(found, do(self.models[1], given))
+        return sum(replayed)
 
     def change(self, how):
         return [how(each) for each in self.models]
@@ -179,15 +215,16 @@ def test_same_bits(name):
     """The first batch runs the layers, the second one is recorded, and all others replay."""
     twins = Twins(MODELS[name]().train())
     do = run if name == "frozen" else step
-    assert {rounded_up(33), rounded_up(48)} == {48}
+    assert {graphs.rounded_up(33), graphs.rounded_up(48)} == {48}
     assert [twins.compare(given, do) for given in BATCHES * 2] == [0] + 9 * [1]
 
 
 def test_float64(recorder, caplog):
     models = [fastdpo.prepare(llama().double(), graphs=True) for _ in range(2)]
     for given in BATCHES:
-        found = step(models[0], given)
-        with by_layers():
+        with watched() as replayed:
+            found = step(models[0], given)
+        with by_layers(replayed):
             assert_same_bits(found, step(models[1], given))
     assert replays() == 4
     assert not [x for x in caplog.messages if "recorded" in x]

@@ -164,6 +164,7 @@ class Rows:
         self.given, self.tokens, self.prepared, self.room = given, tokens, {}, 0
         self.state: tuple = given, tokens
         self._described: list[tuple[AttentionCall, tuple]] = []
+        self._padded: Rows | None = None
         _living.add(self)
         self.causal, islands = [], []
         for prefix, length, own, own_length in np.frombuffer(given, dtype=np.int32).reshape(-1, 4).tolist():
@@ -179,6 +180,16 @@ class Rows:
             ends = offsets(torch.tensor([len(x) for x in islands], device="cpu"))
             starts, zeros = ends[:-1], torch.zeros_like(ends[1:])
             self.ahead = Ahead(queries, queries + 1), torch.stack([starts, zeros, starts, ends.diff()], 1).int()
+
+    def padded(self, tokens: int) -> Rows:
+        """These rows and, up to a number of tokens, further ones that share nothing, none longer than the longest."""
+        if tokens == self.tokens:
+            return self
+        if self._padded is None or self._padded.tokens != tokens:
+            starts = np.arange(self.tokens, tokens, self.longest)
+            further = np.stack([starts, 0 * starts, starts, np.diff(starts, append=tokens)], 1)
+            self._padded = Rows(self.given + further.astype(np.int32).tobytes(), tokens)
+        return self._padded
 
     def described(self, call: AttentionCall) -> tuple:
         """What a call reads of the rows, kept for equal calls of other models."""

@@ -33,7 +33,7 @@ def inputs(*lengths):
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     for row, n in zip(ids, lengths, strict=True):
         row[:n] = torch.cat([torch.arange(1, 6), torch.randint(6, 50, (n,))])[:n]
-    layout = pack(ids, ids != 0, ids.masked_fill(ids == 0, -100), groups="content", tokens=48)
+    layout = pack(ids, ids != 0, ids.masked_fill(ids == 0, -100), groups="content")
     return attention.inputs_of(layout, ids)
 
 
@@ -43,11 +43,12 @@ def test_a_recording_replays_other_batches(monkeypatch):
     backbone = Backbone()
     trained = [*backbone.parameters()]
     first, *others = [inputs(21, 12, 9), inputs(13, 14, 13, 6), inputs(6, 6, 7, 8, 6, 7, 9, 10)]
-    recorded = graphs.Recording(backbone, first, 1, trained, None)
+    recorded = graphs.Recording(backbone, graphs.padded(first, 48), 1, trained, None)
     for given in (*others, first):
-        hidden = graphs.run_layers(backbone, given)
+        hidden = graphs.run_layers(backbone, graphs.padded(given, 48))
         assert recorded.fill(given)
-        assert torch.equal(recorded.run_forward(None), hidden[0])
-        recorded.upstream.copy_(hidden.detach().roll(1, -1))
+        n = given["input_ids"].shape[1]
+        assert torch.equal(recorded.run_forward(None)[:n], hidden[0, :n])
+        recorded.upstream.zero_()[:, :n].copy_(hidden.detach().roll(1, -1)[:, :n])
         expected = torch.autograd.grad(hidden, trained, recorded.upstream)
         assert all(map(torch.equal, recorded.run_backward(), expected))

@@ -63,7 +63,7 @@ class PaddedBudgetLine(BudgetLine):
 
     def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
         groups = "content" if self.options.share_prompts else None
-        batch = with_layout(self.picked(trainer, joined, units), groups, self.padding(trainer), self.options.graphs)
+        batch = with_layout(self.picked(trainer, joined, units), groups, self.padding(trainer))
         return on_device(batch, trainer.accelerator.device)
 
     def padding(self, trainer: Any) -> int | None:
