@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ..models.batch import PackedBatch, PaddedBatch
+from ..models.batch import Form, PackedBatch, PaddedBatch
 from ..models.state import Groups
 from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
@@ -49,7 +49,7 @@ class CollatedBatch(dict[str, Any]):
         batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
         batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding)
-        batch.packed.layouts[groups, False, None, None, False] = layout
+        batch.packed.layouts[Form(groups)] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class CollatedBatch(dict[str, Any]):
         """The layout, unless code that had the batch after its collation has changed it."""
         if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
             return None
-        return self.packed.layouts[self._how[0], False, None, None, False]
+        return self.packed.layouts[Form(self._how[0])]
 
 
 def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
@@ -84,7 +84,7 @@ def with_layout(batch: Any, groups: Groups | None, padding: int | None = None) -
     if padded is None or not all(is_host(x.device) for x in padded[:3]):
         return batch
     try:
-        layout = padded.pack(groups)
+        layout = padded.pack(Form(groups))
     except (NotPackable, TypeError, ValueError):  # the model's call says why
         return batch
     return CollatedBatch.of(batch, layout, groups, padding)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import packing
@@ -37,121 +37,47 @@ recent: list[PackedBatch] = []
 """The batches that were used last, the newest first."""
 
 
-class PaddedBatch(NamedTuple):
-    """The arguments of a model call that a layout is made from.
-
-    Attributes:
-        input_ids: int64 [R, L].
-        attention_mask: [R, L], 0 at padding.
-        labels: int64 [R, L], `IGNORE_INDEX` where a token is not scored.
-        shifted: whether `labels` came as `shift_labels`: position i then holds the token that i
-            predicts.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-    shifted: bool
-
-    @classmethod
-    def of_call(cls, kwargs: Mapping[str, Any]) -> PaddedBatch:
-        """The batch in the keyword arguments of a model call."""
-        return cls(kwargs["input_ids"], kwargs["attention_mask"], *labels_of_call(kwargs))
-
-    @classmethod
-    def of_collated(cls, inputs: Mapping[str, Any], padding: int | None = None) -> PaddedBatch | None:
-        """A collated batch, with the labels that a trainer computes from its "completion_mask" if it has none. None if
-        it has no entries of text.
-
-        Args:
-            inputs: the batch.
-            padding: the id of padding, if the batch is that of a reward model.
-        """
-        ids, mask, labels, completions = map(inputs.get, ("input_ids", "attention_mask", "labels", "completion_mask"))
-        if not (isinstance(ids, Tensor) and isinstance(mask, Tensor)):
-            return None
-        is_scored = padding is not None
-        if is_scored:
-            labels = reward_head.labels_of(ids, padding)
-        elif labels is None and isinstance(completions, Tensor) and completions.shape == ids.shape:
-            labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
-        return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
-
-    def pack(
-        self,
-        groups: Groups | None,
-        store_all: bool = False,
-        reach: int | None = None,
-        tokens: Callable[[int], int] | None = None,
-        count_padding: bool = False,
-    ) -> Layout:
-        """A new layout of the batch.
-
-        Args:
-            groups: which rows may share a prefix, which is then stored once. None: no rows do.
-            store_all: store tokens that no other depends on, too.
-            reach: number of positions that rotary embeddings must see, or None for as many as there are.
-            tokens: the number of tokens to pad to, for the number that there are.
-            count_padding: count positions from the first column, for a model whose own positions do.
-
-        Raises:
-            NotPackable: the batch has no packed form.
-        """
-        rows = len(self.input_ids)
-        members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
-        if groups == "pairs" and rows and rows % 2 == 0:
-            members = torch.arange(rows, device="cpu") % (rows // 2)
-        options = {"store_all": store_all, "count_padding": count_padding}
-        return packing.pack(*self[:3], groups=members, shifted=self.shifted, reach=reach, tokens=tokens, **options)
-
-
-class PackedBatch:
-    """A padded batch, and the layouts that were made of it.
+def layout_of_call(model: PreTrainedModel, fused: FusedForward, batch: PaddedBatch, form: Form) -> Layout:
+    """The layout of the batch of a packed call, as `layout_of` makes it, for a model as it was examined.
 
     Args:
-        padded: the batch.
-        sources: the tensors that it was made of, or that its labels follow from.
-        inputs: the arguments of a model's call that were made of the sources.
-        maker: what has made them.
+        model: the model.
+        fused: the state of its fused forward.
+        batch: of the call.
+        form: of its layout, as far as the model's options allow it.
 
-    Attributes:
-        layouts: by the arguments of `PaddedBatch.pack`.
-        labels_follow: whether the labels of a call are known to follow from the sources, as those of the batch do.
+    Raises:
+        NotPackable: the batch has no packed form.
+        RuntimeError: as `PackedBatch.runs_in`.
     """
+    verdict, options, width = cast(Verdict, fused.verdict), fused.options, batch.input_ids.shape[1]
+    if verdict.rope_limit is not None and width > verdict.rope_limit:  # all positions count, those of padding included
+        form = form._replace(reach=width)
+    if not options.share_prompts:
+        form = form._replace(groups=None)
+    layout = layout_of(batch, form)
+    if not layout.is_left_padded or verdict.left_padding == "ignored":
+        return layout
+    if verdict.left_padding == "seen":
+        raise NotPackable(Reason("left-padding", model=type(model).__name__))
+    has_positions = batch.has_positions or (options.rewards and not options.rewards.runs_padded)
+    return layout if has_positions else layout_of(batch, form._replace(count_padding=True))
 
-    def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
-        self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
-        self.layouts: dict[tuple[Groups | None, bool, int | None, Callable[[int], int] | None, bool], Layout] = {}
-        self.labels_follow = False
-        self._versions = self._present_versions()
-        self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
 
-    def runs_in(self, call: PaddedBatch) -> bool:
-        """Whether a call runs this batch.
+def layout_of(batch: PaddedBatch, form: Form) -> Layout:
+    """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
+    been written to.
 
-        Raises:
-            RuntimeError: a batch on a device was written to after it was packed, which raised no version.
-        """
-        is_same = call.shifted == self.padded.shifted and self._holds(self.padded[:2], call[:2])
-        is_known = call.labels is self.padded.labels or self.labels_follow or is_host(call.labels.device)
-        return is_same and is_known and self.equals(call)
-
-    def was_made_of(self, sources: Sequence[Tensor], maker: weakref.ref) -> bool:
-        """Whether `inputs` were made of these tensors as they are. Raises as `runs_in` does."""
-        is_same = self.maker == maker and self._holds(self.sources, sources)
-        return is_same and are_as_copied(sources, self._copied_sources)
-
-    def equals(self, other: PaddedBatch | None) -> bool:
-        """Whether another batch has the values that this one has had. Raises as `runs_in` does."""
-        return other is not None and are_as_copied(other[:3], self._copies)
-
-    def _holds(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Whether these are tensors of the batch, and none of the batch has been written to, as far as versions say."""
-        return [*map(id, own)] == [*map(id, others)] and self._versions == self._present_versions()
-
-    def _present_versions(self) -> list[object]:
-        """Tensors of inference mode have none. They are taken to change all the time."""
-        return [object() if x.is_inference() else x._version for x in (*self.padded[:3], *self.sources)]
+    Raises:
+        NotPackable: the batch has no packed form.
+        RuntimeError: as `PackedBatch.runs_in`.
+    """
+    packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
+    if form not in packed.layouts:
+        with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
+            packed.layouts[form] = batch.pack(form)
+    use(packed)
+    return packed.layouts[form]
 
 
 def use(batch: PackedBatch) -> None:
@@ -204,66 +130,127 @@ def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
             batch.labels_follow = False
 
 
-def layout_of(
-    batch: PaddedBatch,
-    *,
-    groups: Groups | None,
-    store_all: bool,
-    reach: int | None,
-    tokens: Callable[[int], int] | None = None,
-    count_padding: bool = False,
-) -> Layout:
-    """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
-    been written to. The arguments and `NotPackable` are those of `PaddedBatch.pack`.
+class Form(NamedTuple):
+    """How a layout is made of a batch.
 
-    Raises:
-        RuntimeError: as `PackedBatch.runs_in`.
+    Attributes:
+        groups: which rows may share a prefix, which is then stored once. None: no rows do.
+        store_all: whether tokens that no other depends on are stored, too.
+        reach: number of positions that rotary embeddings must see, or None for as many as there are.
+        tokens: the number of tokens to pad to, for the number that there are.
+        count_padding: whether positions count from the first column, for a model whose own positions do.
     """
-    how = groups, store_all, reach, tokens, count_padding
-    packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
-    if how not in packed.layouts:
-        with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
-            packed.layouts[how] = batch.pack(*how)
-    use(packed)
-    return packed.layouts[how]
+
+    groups: Groups | None
+    store_all: bool = False
+    reach: int | None = None
+    tokens: Callable[[int], int] | None = None
+    count_padding: bool = False
 
 
-def layout_of_call(
-    model: PreTrainedModel,
-    fused: FusedForward,
-    kwargs: dict,
-    *,
-    groups: Groups | None = None,
-    share: bool = True,
-    tokens: Callable[[int], int] | None = None,
-) -> Layout:
-    """The layout of a packed call, with shared prompts if its options allow it."""
-    batch = PaddedBatch.of_call(kwargs)
-    # All positions of the padded rows count, padding included.
-    width = batch.input_ids.shape[1]
-    verdict = cast(Verdict, fused.verdict)
-    limit = verdict.rope_limit
-    reach = None if limit is None or width <= limit else width
-    groups = (groups or fused.options.groups) if share and fused.options.share_prompts else None
-    pack = functools.partial(
-        layout_of, batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, tokens=tokens
-    )
-    layout = pack()
-    if not layout.is_left_padded or verdict.left_padding == "ignored":
-        return layout
-    if verdict.left_padding == "seen":
-        raise NotPackable(Reason("left-padding", model=type(model).__name__))
-    rewards = fused.options.rewards
-    positions_are_given = kwargs.get("position_ids") is not None or (rewards and not rewards.runs_padded)
-    return layout if positions_are_given else pack(count_padding=True)
+class PaddedBatch(NamedTuple):
+    """The arguments of a model call that a layout is made from.
 
-
-def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:
-    """Whether training is random. The probe misses dropout in an
-    adapter whose weights are still zero.
+    Attributes:
+        input_ids: int64 [R, L].
+        attention_mask: [R, L], 0 at padding.
+        labels: int64 [R, L], `IGNORE_INDEX` where a token is not scored.
+        shifted: whether `labels` came as `shift_labels`: position i then holds the token that i
+            predicts.
+        has_positions: whether the call is given positions, which then count its real tokens.
     """
-    seen = fused.probe_result is not None and fused.probe_result.is_random
-    return seen or any(cast(nn.Dropout, x).p > 0 for x in fused.structure.modules_of(model, nn.Dropout))
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    shifted: bool
+    has_positions: bool = False
+
+    @classmethod
+    def of_call(cls, kwargs: Mapping[str, Any]) -> PaddedBatch:
+        """The batch in the keyword arguments of a model call."""
+        labels, has_positions = labels_of_call(kwargs), kwargs.get("position_ids") is not None
+        return cls(kwargs["input_ids"], kwargs["attention_mask"], *labels, has_positions)
+
+    @classmethod
+    def of_collated(cls, inputs: Mapping[str, Any], padding: int | None = None) -> PaddedBatch | None:
+        """A collated batch, with the labels that a trainer computes from its "completion_mask" if it has none. None if
+        it has no entries of text.
+
+        Args:
+            inputs: the batch.
+            padding: the id of padding, if the batch is that of a reward model.
+        """
+        ids, mask, labels, completions = map(inputs.get, ("input_ids", "attention_mask", "labels", "completion_mask"))
+        if not (isinstance(ids, Tensor) and isinstance(mask, Tensor)):
+            return None
+        is_scored = padding is not None
+        if is_scored:
+            labels = reward_head.labels_of(ids, padding)
+        elif labels is None and isinstance(completions, Tensor) and completions.shape == ids.shape:
+            labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
+        return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
+
+    def pack(self, form: Form) -> Layout:
+        """A new layout of the batch.
+
+        Raises:
+            NotPackable: the batch has no packed form.
+        """
+        groups: Tensor | Literal["content"] | None = None if form.groups == "pairs" else form.groups
+        rows = len(self.input_ids)
+        if form.groups == "pairs" and rows and rows % 2 == 0:
+            groups = torch.arange(rows, device="cpu") % (rows // 2)
+        return packing.pack(*self[:3], shifted=self.shifted, **{**form._asdict(), "groups": groups})
+
+
+class PackedBatch:
+    """A padded batch, and the layouts that were made of it.
+
+    Args:
+        padded: the batch.
+        sources: the tensors that it was made of, or that its labels follow from.
+        inputs: the arguments of a model's call that were made of the sources.
+        maker: what has made them.
+
+    Attributes:
+        layouts: by how they were made.
+        labels_follow: whether the labels of a call are known to follow from the sources, as those of the batch do.
+    """
+
+    def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
+        self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
+        self.layouts: dict[Form, Layout] = {}
+        self.labels_follow = False
+        self._versions = self._present_versions()
+        self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
+
+    def runs_in(self, call: PaddedBatch) -> bool:
+        """Whether a call runs this batch.
+
+        Raises:
+            RuntimeError: a batch on a device was written to after it was packed, which raised no version.
+        """
+        is_same = call.shifted == self.padded.shifted and self._holds(self.padded[:2], call[:2])
+        is_known = call.labels is self.padded.labels or self.labels_follow or is_host(call.labels.device)
+        return is_same and is_known and self.equals(call)
+
+    def was_made_of(self, sources: Sequence[Tensor], maker: weakref.ref) -> bool:
+        """Whether `inputs` were made of these tensors as they are. Raises as `runs_in` does."""
+        is_same = self.maker == maker and self._holds(self.sources, sources)
+        return is_same and are_as_copied(sources, self._copied_sources)
+
+    def equals(self, other: PaddedBatch | None) -> bool:
+        """Whether another batch has the values that this one has had. Raises as `runs_in` does."""
+        return other is not None and are_as_copied(other[:3], self._copies)
+
+    def _holds(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether these are tensors of the batch, and none of the batch has been written to, as far as versions say."""
+        return [*map(id, own)] == [*map(id, others)] and self._versions == self._present_versions()
+
+    def _present_versions(self) -> list[object]:
+        """Tensors of inference mode have none. They are taken to change all the time."""
+        return [object() if x.is_inference() else x._version for x in (*self.padded[:3], *self.sources)]
 
 
 def labels_of_call(kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -283,19 +270,8 @@ def count_real_tokens(position_ids: Any, attention_mask: Tensor) -> bool:
     return bool(((position_ids == real.cumsum(1) - 1) | ~real).all())
 
 
-class Comparison(NamedTuple):
-    """A comparison on a device.
-
-    Attributes:
-        differs: its result, which is on its way to the host if the device is a GPU.
-        arrived: when it is there; None on other devices, from which it is read.
-    """
-
-    differs: Tensor
-    arrived: torch.cuda.Event | None
-
-
-unread: list[Comparison] = []
+unread: list[tuple[Tensor, torch.cuda.Event | None]] = []
+"""Results of comparisons on devices. Those of a GPU are on their way to the host, where they are at an event."""
 
 
 def copies_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -326,7 +302,7 @@ def raise_if_written(*, waits: bool) -> None:
     Raises:
         RuntimeError: tensors were not equal to their copies.
     """
-    while unread and (waits or unread[0].arrived is None or unread[0].arrived.query()):
+    while unread and (waits or unread[0][1] is None or unread[0][1].query()):
         differs, arrived = unread.pop(0)
         if arrived is not None:
             arrived.synchronize()
@@ -347,7 +323,7 @@ def _compare_later(tensors: Sequence[Tensor], copies: Sequence[Tensor], device: 
         differs = torch.empty_like(differs, device="cpu", pin_memory=True).copy_(differs, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
-    unread.append(Comparison(differs, arrived))
+    unread.append((differs, arrived))
     _watch_optimizers()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from .. import packing
 from ..logs import report, strict, warn
-from ..packing import NotPackable
+from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, sharding, support
-from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call
+from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
@@ -22,6 +23,7 @@ from .state import (
     MODELS,
     ForwardOptions,
     FusedForward,
+    Groups,
     ProbeKey,
     RunnableBatch,
     Verdict,
@@ -167,61 +169,82 @@ def _sequences_are_split() -> bool:
 
 
 def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> RunnableBatch:
-    """The packed batch. One with images is examined before it is run, as the model was before.
+    """The packed batch, of text or with images. What is not known of it since the model was examined is examined
+    before it is run.
 
     Raises:
         NotPackable: the batch has no packed form.
     """
+    batch, routes = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs)
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     replays = False
     if fused.options.compile or fused.options.graphs:
-        obstacle = _obstacle(model, fused, verdict, kwargs) if given is None else "is given images"
+        obstacle = _obstacle(model, fused, routes) if given is None else "is given images"
         kind = kind_of_call(model, fused)
         replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
+
+    def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
+        return layout_of_call(model, fused, batch, Form(groups, store_all=routes, tokens=tokens))
+
     if given is None:
-        layout = layout_of_call(model, fused, kwargs)
-        if verdict.has_own_code:
-            _examine_length(model, fused, verdict, len(layout.token_index), kwargs)
-        size, (least, largest) = verdict.vocabulary, layout.id_range or (0, 0)
-        # The model raises at ids outside of its embeddings, and a packed batch may lack them.
-        if size is not None and not 0 <= least <= largest < size:
-            raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))
-        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), replays=replays)
-    if sharding.is_sharded(model):
+        layout = layout_of()
+        _require_ids(layout, verdict.vocabulary)
+        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), replays=replays)
+        reason = _length_reason(model, fused, verdict, packed, layout_of, kwargs) if verdict.has_own_code else None
+    elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
-    return images.pack_examined(model, fused, given, kwargs)
+    else:
+        packed = images.pack(model, batch, given, layout_of)
+        reason = images.examined_reason(model, fused, packed, images.padded_inputs(kwargs))
+    if reason is not None:
+        raise NotPackable(reason)
+    return packed
 
 
-def _obstacle(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> str | None:
+def _require_ids(layout: Layout, vocabulary: int | None) -> None:
+    """Raises NotPackable at ids outside of the model's embeddings. The model raises there, and a packed batch may lack
+    them.
+    """
+    least, largest = layout.id_range or (0, 0)
+    if vocabulary is not None and not 0 <= least <= largest < vocabulary:
+        raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=vocabulary))
+
+
+def _obstacle(model: PreTrainedModel, fused: FusedForward, routes: bool) -> str | None:
     """What the model does in a call that cannot be recorded, if any is."""
     if not fused.options.graphs:
         return None
-    if verdict.routes_in(kwargs):
+    if routes:
         return "trains its routers"
-    return "draws random numbers" if model.training and is_random(model, fused) else None
+    return "draws random numbers" if model.training and fused.is_random(model) else None
 
 
-def _examine_length(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, tokens: int, kwargs: dict) -> None:
-    """Compares the packed states of a batch with its padded ones, if more tokens than were examined are packed for a
-    model with code of its own: a layer may scale by the length of its batch. The tokens are filled up to a power of 2.
-
-    Raises:
-        NotPackable: the states differ, or ranks run the model together.
+def _length_reason(
+    model: PreTrainedModel,
+    fused: FusedForward,
+    verdict: Verdict,
+    packed: RunnableBatch,
+    layout_of: Callable[..., Layout],
+    kwargs: dict,
+) -> Reason | None:
+    """Why a batch of a model with code of its own must be run padded, or None. Its packed states are compared with its
+    padded ones if more tokens are packed than were examined: a layer may scale by the length of its batch. The tokens
+    are filled up to a power of 2.
     """
-    is_sharded = sharding.is_sharded(model)
+    is_sharded, tokens = sharding.is_sharded(model), len(packed.layout.token_index)
     examined = fused.examined_tokens.get(verdict.key, probe.LONG if is_sharded else probe.TOKENS)
     if tokens <= examined:
-        return
+        return None
     if is_sharded:
-        raise NotPackable(Reason("examined-tokens", tokens=examined, model=type(model).__name__))
-    layout = layout_of_call(model, fused, kwargs, tokens=_power_of_two)
-    inputs = attention.inputs_of(layout, kwargs["input_ids"])
-    result = probe.compare(model, layout, images.padded_inputs(kwargs), inputs)
+        return Reason("examined-tokens", tokens=examined, model=type(model).__name__)
+    layout, padded = layout_of(tokens=_power_of_two), images.padded_inputs(kwargs)
+    result = probe.compare(model, layout, padded, attention.inputs_of(layout, padded["input_ids"]))
     if result.unsupported_reason is not None:
         fused.probe_results[verdict.key] = result
         fused.structure.forget_verdicts()
-        raise NotPackable(result.unsupported_reason)
+        return result.unsupported_reason
     fused.examined_tokens[verdict.key] = _power_of_two(tokens)
+    return None
 
 
 def _power_of_two(tokens: int) -> int:

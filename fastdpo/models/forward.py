@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from ..reasons import Reason
-from . import batch as batches
 from . import deciding, facts, pickling, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
@@ -165,7 +164,7 @@ def unsupported_reason(model: nn.Module, integration: str) -> Reason | None:
 def is_random(model: nn.Module, integration: str) -> bool:
     """Whether a model draws random numbers in training mode, as far as is known before its first call."""
     fused = _find(model, integration)
-    return fused is not None and batches.is_random(cast("PreTrainedModel", find_base(model)), fused)
+    return fused is not None and fused.is_random(cast("PreTrainedModel", find_base(model)))
 
 
 def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:

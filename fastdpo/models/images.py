@@ -8,7 +8,6 @@ images. Nothing of the model is taken apart.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,7 +20,7 @@ from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands
-from .batch import layout_of_call
+from .batch import PaddedBatch
 from .examine import probe
 from .examine.probe import ProbeResult
 from .facts import rope_limit
@@ -94,76 +93,64 @@ def padded_inputs(kwargs: dict) -> dict[str, Any]:
     return given | {"use_cache": False}
 
 
-class Packed(NamedTuple):
-    """A packed batch.
-
-    Attributes:
-        layout: of its tokens.
-        inputs: the arguments of the backbone.
-        shared: whether each pair's images are run once.
-    """
-
-    layout: Layout
-    inputs: dict[str, Any]
-    shared: bool
-
-
-def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, kwargs: dict) -> RunnableBatch:
-    """The packed batch of a call. The first one of each kind is examined before it is run.
+def pack(model: PreTrainedModel, batch: PaddedBatch, images: Images, layout_of: Callable[..., Layout]) -> RunnableBatch:
+    """Packs a batch. Each pair's images are run once if both rows have the same.
 
     Args:
         model: a model that is switched to packed attention.
-        fused: the state of its fused forward.
+        batch: of the call.
         images: in the batch.
-        kwargs: the arguments of the call on the padded batch.
+        layout_of: makes the layout of the batch, in which these `groups` of rows may share a prefix.
 
     Raises:
         NotPackable: the batch has no packed form.
     """
-    make_layout = functools.partial(layout_of_call, model, fused, kwargs, groups="pairs")
-    packed = pack(model, images, kwargs, make_layout)
-    results = fused.image_results
-    kind = cast(Verdict, fused.verdict).key, frozenset([*images.of_tokens, *images.of_images]), packed.shared
-    if kind not in results:
-        results[kind] = _examine(model, images, packed, kwargs)
-    result = results[kind]
-    if result.unsupported_reason is not None:
-        raise NotPackable(result.unsupported_reason)
-    if model.training and result.attention_dropout:
-        raise NotPackable(Reason("attention-dropout"))
-    return RunnableBatch(packed.layout, packed.inputs)
-
-
-def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> Packed:
-    """Packs a batch. `make_layout` makes its layout, in which pairs share no prefix if called with `share=False`."""
     if images.of_images and placeholder(model) is None:
         raise NotPackable(Reason("image-placeholder"))
     for shared in (True, False) if images.are_repeated() else (False,):
-        layout = make_layout() if shared else make_layout(share=False)
-        if not images.of_images or _stores_placeholders_once(model, layout, kwargs, shared):
+        layout = layout_of(groups="pairs" if shared else None)
+        if not images.of_images or _stores_placeholders_once(model, layout, batch, shared):
             break
     else:
         raise NotPackable(Reason("image-labels"))
-    inputs = attention.inputs_of(layout, kwargs["input_ids"])
+    inputs = attention.inputs_of(layout, batch.input_ids)
     inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
-    inputs["position_ids"] = positions_of(model, layout, kwargs)
-    inputs["attention_mask"] = islands.attention_masks(model, layout, images.of_tokens, kwargs["attention_mask"])
-    return Packed(layout, inputs, shared)
+    inputs["position_ids"] = positions_of(model, layout, batch, images)
+    inputs["attention_mask"] = islands.attention_masks(model, layout, images.of_tokens, batch.attention_mask)
+    return RunnableBatch(layout, inputs, shares_images=shared)
 
 
-def _examine(model: PreTrainedModel, images: Images, packed: Packed, kwargs: dict) -> ProbeResult:
-    """Compares the packed hidden states of a batch with its padded ones, unless something rules
-    packing out before.
+def examined_reason(
+    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, padded: dict[str, Any]
+) -> Reason | None:
+    """Why a packed batch must be run padded, or None. The first one of each kind is examined.
+
+    Args:
+        model: a model that is switched to packed attention.
+        fused: the state of its fused forward.
+        batch: packed by `pack`.
+        padded: the `padded_inputs` of the call.
     """
-    reason = None
-    if images.of_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        reason = Reason("image-norm")
-    elif images.of_images and rope_limit(model) is not None:
-        reason = Reason("image-rope")
-    if reason is not None:
-        return ProbeResult(reason)
-    return probe.compare(model, packed.layout, padded_inputs(kwargs), packed.inputs)
+    results, kind = (
+        fused.image_results,
+        (cast(Verdict, fused.verdict).key, frozenset(batch.inputs), batch.shares_images),
+    )
+    if kind not in results:
+        results[kind] = _examine(model, batch, padded)
+    if model.training and results[kind].attention_dropout:
+        return results[kind].unsupported_reason or Reason("attention-dropout")
+    return results[kind].unsupported_reason
+
+
+def _examine(model: PreTrainedModel, batch: RunnableBatch, padded: dict[str, Any]) -> ProbeResult:
+    """Compares the packed hidden states of a batch with its padded ones, unless something rules packing out before."""
+    has_images = not padded.keys().isdisjoint(OF_IMAGES)
+    if has_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return ProbeResult(Reason("image-norm"))
+    if has_images and rope_limit(model) is not None:
+        return ProbeResult(Reason("image-rope"))
+    return probe.compare(model, batch.layout, padded, batch.inputs)
 
 
 def _is_repeated(x: Tensor) -> bool:
@@ -184,25 +171,26 @@ def placeholder(model: PreTrainedModel) -> int | None:
     return next((x for x in found if isinstance(x, int)), None)
 
 
-def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, kwargs: dict, share: bool) -> bool:
+def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, batch: PaddedBatch, share: bool) -> bool:
     """Whether the placeholders that are stored for each pair, or for each row, are those of each of
     its rows.
     """
-    ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
-    placeholders = (ids == placeholder(model)) & (mask != 0)  # [R, L]
+    ids = batch.input_ids
+    placeholders = (ids == placeholder(model)) & (batch.attention_mask != 0)  # [R, L]
     owners = len(ids) // (1 + share)
     owner = layout.token_index // ids.shape[1] % owners  # [T]
     stored = owner[layout.pack(placeholders)[0]].bincount(minlength=owners)
     return bool((stored == placeholders.sum(1).view(-1, owners)).all())
 
 
-def positions_of(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tensor:
+def positions_of(model: PreTrainedModel, layout: Layout, batch: PaddedBatch, images: Images) -> Tensor:
     """[1, T]; or [3, 1, T] by the function of a model that counts time, rows and columns."""
     compute = getattr(backbone(model), "compute_3d_position_ids", None)
     if compute is None:
         return layout.position_ids[None]
+    given = {**batch._asdict(), **images.of_tokens, **images.of_images}
     try:
-        found = compute(**{name: kwargs.get(name) for name in inspect.signature(compute).parameters})
+        found = compute(**{name: given.get(name) for name in inspect.signature(compute).parameters})
     except Exception as error:  # models may want other arguments here
         raise NotPackable(Reason("image-positions", error=f"{type(error).__name__}: {error}")) from error
     return layout.position_ids[None] if found is None else found.flatten(-2)[..., layout.token_index].unsqueeze(-2)

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,7 @@ class RunnableBatch(NamedTuple):
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
         replays: whether the call may replay a CUDA graph.
+        shares_images: whether the images of each pair are run once.
     """
 
     layout: Layout
@@ -114,6 +115,7 @@ class RunnableBatch(NamedTuple):
     args: tuple = ()
     bare_head: bool = False
     replays: bool = False
+    shares_images: bool = False
 
 
 class ProbeKey(NamedTuple):
@@ -218,8 +220,8 @@ class FusedForward:
         sightings: number of calls since then in which it had a structure that is to be examined later.
         examined_tokens: by the key of a probe, the largest number of tokens of a packed batch that was examined.
         verdict: about the model as it was in its last call that asked for one; None before.
-        image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
-            images are run once.
+        image_results: of batches with images, by the same key, the names of the backbone's arguments, and whether each
+            pair's images are run once.
         logged: reasons that have been logged, for which calls have fallen back, each with the role in which they did;
             and None with a role in which they were fused again.
         reasons: by role, why calls fall back whatever they are given, None if they do not, as of the last call.
@@ -268,6 +270,11 @@ class FusedForward:
     def probe_result(self) -> ProbeResult | None:
         """Of the model as it is; None before its first call."""
         return self.verdict and self.verdict.result
+
+    def is_random(self, model: PreTrainedModel) -> bool:
+        """Whether training is random. The probe misses dropout in an adapter whose weights are still zero."""
+        seen = self.probe_result is not None and self.probe_result.is_random
+        return seen or any(cast(nn.Dropout, x).p > 0 for x in self.structure.modules_of(model, nn.Dropout))
 
     def unsupported_reason(self) -> Reason | None:
         """Why all calls fall back, as far as is known."""

@@ -5,6 +5,8 @@ import torch
 
 from fastdpo import packing
 from fastdpo.models import attention, images
+from fastdpo.models.batch import Form, PaddedBatch
+from fastdpo.models.state import RunnableBatch
 from fastdpo.packing import NotPackable
 from fastdpo.testing import float64_throughout
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
@@ -28,11 +30,9 @@ def test_images_that_were_written_to_are_compared_again():
     assert not given.are_repeated()
 
 
-def pack(model, kwargs: dict) -> images.Packed:
-    def make_layout(share: bool = True):
-        return packing.pack_pairs(kwargs["input_ids"], MASK, LABELS, share=share)
-
-    return images.pack(model, images.images_of(kwargs), kwargs, make_layout)
+def pack(model, kwargs: dict) -> RunnableBatch:
+    batch = PaddedBatch.of_call(kwargs)
+    return images.pack(model, batch, images.images_of(kwargs), lambda groups: batch.pack(Form(groups)))
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def model():
 def test_equal_images_are_run_once(model):
     pixels = torch.randn(1, 3, 16, 16).repeat(2, 1, 1, 1)
     packed = pack(model, call(pixels))
-    assert packed.shared
+    assert packed.shares_images
     assert torch.equal(packed.inputs["pixel_values"], pixels[:1])
     assert packed.inputs["input_ids"].tolist() == [[5, IMAGE, 6, 7, 5, 9, 6]]
 
 
 def test_a_write_to_an_image_is_noticed(model):
     pixels = torch.randn(1, 3, 16, 16).repeat(2, 1, 1, 1)
-    assert pack(model, call(pixels)).shared
+    assert pack(model, call(pixels)).shares_images
     pixels[0, 0, 0, 0] += 1
-    assert not pack(model, call(pixels)).shared
+    assert not pack(model, call(pixels)).shares_images
     pixels[0] = pixels[1]
-    assert pack(model, call(pixels)).shared
+    assert pack(model, call(pixels)).shares_images
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_rows_whose_placeholders_are_not_shared_keep_their_images(model, change)
     ids = IDS.clone()
     change(ids)
     packed = pack(model, call(torch.ones(2, 3, 16, 16), ids))
-    assert not packed.shared
+    assert not packed.shares_images
     assert len(packed.inputs["pixel_values"]) == 2
     assert (packed.inputs["input_ids"] == IMAGE).sum() == 2
 

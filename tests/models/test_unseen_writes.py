@@ -37,9 +37,14 @@ class OnItsWay:
         pass
 
 
+class OnTheirWay(list):
+    def append(self, comparison: tuple) -> None:
+        differs, _ = comparison
+        super().append((differs, OnItsWay()))
+
+
 def test_no_optimizer_steps_with_a_stale_layout(tmp_path, monkeypatch):
-    comparison = batch.Comparison
-    monkeypatch.setattr(batch, "Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
+    monkeypatch.setattr(batch, "unread", OnTheirWay())
     trainers: list[DPOTrainer] = []
 
     class Kept(Shortened):

@@ -33,7 +33,7 @@ def shared(monkeypatch):
 
     def pack(*args):
         packed = stock(*args)
-        recorded.append(packed.shared)
+        recorded.append(packed.shares_images)
         return packed
 
     monkeypatch.setattr(images, "pack", pack)
@@ -195,7 +195,7 @@ def _equal_images(monkeypatch):
 
 
 def _one_dimension(monkeypatch):
-    monkeypatch.setattr(images, "positions_of", lambda model, layout, kwargs: layout.position_ids[None])
+    monkeypatch.setattr(images, "positions_of", lambda model, layout, *call: layout.position_ids[None])
 
 
 def _no_islands(monkeypatch):

@@ -13,7 +13,7 @@ import fastdpo
 from fastdpo import packing
 from fastdpo.integrations.collating import CollatedBatch, with_layout
 from fastdpo.models import batch as batches
-from fastdpo.models.batch import PaddedBatch, as_current, labels_from
+from fastdpo.models.batch import Form, PaddedBatch, as_current, labels_from
 from fastdpo.packing import IGNORE_INDEX, Layout
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import adapter, recorded_packs, tiny_model, train, train_both
@@ -50,7 +50,7 @@ def packed(monkeypatch) -> list[int]:
 def layout_in_a_call(batch: dict, labels: torch.Tensor, groups="content", reach=None) -> Layout:
     padded = PaddedBatch(batch["input_ids"], batch["attention_mask"], labels, shifted=False)
     with labels_from(batch.get("completion_mask"), batch["input_ids"]):
-        return batches.layout_of(padded, groups=groups, store_all=False, reach=reach)
+        return batches.layout_of(padded, Form(groups, reach=reach))
 
 
 def as_a_step_gets_it(batch: CollatedBatch) -> dict:

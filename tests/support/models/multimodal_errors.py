@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from unittest.mock import patch
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo import packing
 from fastdpo.models import attention, images
+from fastdpo.models.batch import Form, PaddedBatch
 from tests.support.models.mixer_errors import largest_error, pairs, results_of
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs
@@ -36,14 +36,11 @@ def errors_on_text(model: PreTrainedModel) -> list[float]:
 def errors_on_images(model: PreTrainedModel, name: str) -> list[float]:
     """The largest errors with shared prompts and images, and without."""
     batch = batch_with_images(name)
-    make_layout = functools.partial(
-        packing.pack_pairs, *(batch[name] for name in ("input_ids", "attention_mask", "labels"))
-    )
-    given, exact, errors = images.images_of(batch), None, []
+    padded, given, exact, errors = PaddedBatch.of_call(batch), images.images_of(batch), None, []
     for share in (True, False):
         with patch.object(images.Images, "are_repeated", lambda self, share=share: share):
-            packed = images.pack(model, given, batch, make_layout)
-        assert packed.shared == share
+            packed = images.pack(model, padded, given, lambda groups: padded.pack(Form(groups)))
+        assert packed.shares_images == share
         if exact is None:
             exact = results_of(model, images.padded_inputs(batch), packed.layout, packed=False)
         errors.append(largest_error(results_of(model, packed.inputs, packed.layout, packed=True), exact))
