@@ -282,9 +282,13 @@ class DeviceLayout(Generic[L]):
         self.sizes = sizes_of(host) if sizes is None else tuple(sizes)
         shapes = [(n, *x.shape[1:]) for x, n in zip(_leaves(host), self.sizes, strict=True) if isinstance(x, Tensor)]
         lengths = [_aligned(math.prod(shape)) for shape in shapes]
-        self._buffer = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-        parts = zip(self._buffer.split(lengths), shapes, strict=True)
-        views = (part[: math.prod(shape)].view(shape) for part, shape in parts)
+        self._written = torch.zeros(sum(lengths), dtype=torch.int32, device="cpu")
+        self._buffer = torch.empty_like(self._written, device=device)
+        places, views = (
+            (part[: math.prod(shape)].view(shape) for part, shape in zip(flat.split(lengths), shapes, strict=True))
+            for flat in (self._written, self._buffer)
+        )
+        self._places = [x.numpy() for x in places]
         leaves = zip(_leaves(host), self.sizes, strict=True)
         self.contents: L = _replaced(host, (n if isinstance(x, int) else next(views) for x, n in leaves))
         self.fill(host)
@@ -303,22 +307,18 @@ class DeviceLayout(Generic[L]):
         """
         device = self._buffer.device
         checks.require(self.takes(host), OP, "rows", "fit in a layout of the sizes {}", sizes_of(host), self.sizes)
-        values = []
-        for x, size in zip(_leaves(host), self.sizes, strict=True):
-            if isinstance(x, Tensor):
-                values += x.flatten(), x[-1:].expand(size - len(x), *x.shape[1:]).flatten()
-                length = size * x.shape[1:].numel()
-                values.append(x.new_zeros(_aligned(length) - length))
-        if values:
+        if self._places:
             rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
             checks.require(not is_capturing(device), OP, "rows", rule, "rows that no call has used")
-            flat = torch.cat(values).int()
-            self._buffer.copy_(flat.pin_memory() if device.type == "cuda" else flat, non_blocking=True)
+            for x, place in zip((x for x in _leaves(host) if isinstance(x, Tensor)), self._places, strict=True):
+                place[: x.shape[0]], place[x.shape[0] :] = x.numpy(), x[-1:].numpy()
+            flat = self._written.pin_memory() if device.type == "cuda" else self._written.clone()
+            self._buffer.copy_(flat, non_blocking=True)
 
 
 def sizes_of(host: tuple) -> tuple[int, ...]:
     """The entries of each tensor of a description, and its ints, in their order."""
-    return tuple(x if isinstance(x, int) else len(x) for x in _leaves(host))
+    return tuple(x if isinstance(x, int) else x.shape[0] for x in _leaves(host))
 
 
 def offsets(lengths: Tensor) -> Tensor:
