@@ -11,6 +11,7 @@ from tests.support.sabotages import Sabotage, outcome_of, sabotages
 OTHERS = (
     *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
     "reward models of TRL before its fused head",
+    "references of cut steps",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     "rows that are filled into tensors with room",
     "layers that are checked once for each identity",

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from .. import checks
 
-CUT_BY_MAX_TOKENS = tuple(f"trl.{name}Trainer" for name in ("DPO", "Reward", "KTO", "SFT", "GRPO", "RLOO"))
+CUT_BY_MAX_TOKENS = tuple(f"trl.{name}Trainer" for name in ("DPO", "Reward", "KTO", "SFT", "GRPO", "RLOO", "TPO"))
 """The trainers that `max_tokens` applies to. The other options apply to all."""
 
 

@@ -156,10 +156,10 @@ def test_trainers_of_a_newer_version_are_compared(trainer, tmp_path):
 
 
 @pytest.mark.usefixtures("newer")
-@pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer"])
+@pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer", "trl.TPOTrainer"])
 def test_a_changed_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
     assert examine(trainer).seams[0].on
-    change(monkeypatch, "_forward", "concatenated_forward")
+    change(monkeypatch, "_forward", "concatenated_forward", "_compute_loss")
     (seam,) = examine(trainer).seams
     assert not seam.on
     assert seam.reason.name == "changed-code"

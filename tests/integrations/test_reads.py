@@ -5,6 +5,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer,
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
 from tests.support.reads import Reads
@@ -15,6 +16,7 @@ from tests.support.trl.online import train_online, writer
 from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
+from tests.support.trl.tpo import train_tpo
 
 
 def rewarded(directory, model, reference, **options):
@@ -34,6 +36,7 @@ TRAINERS = {
     "KTO": (KTOTrainer, train_kto, dict(), 3),  # completions, their KL term, and both for the reference
     "ORPO": (ORPOTrainer, train_orpo, dict(), 1),
     "CPO": (CPOTrainer, train_cpo, dict(), 1),
+    "TPO": (TPOTrainer, train_tpo, dict(), 0),
     "OnlineDPO": (OnlineDPOTrainer, train_online, dict(), 1),
     "GRPO": (GRPOTrainer, grouped, dict(beta=0.1), 2),  # policy and reference
     "RLOO": (RLOOTrainer, grouped, dict(beta=0.1), 3),  # and the old policy

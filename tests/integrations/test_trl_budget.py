@@ -1,4 +1,4 @@
-"""`patch(max_tokens=...)` for SFT, KTO, DPO and Reward: the steps of stock, whose rows and pairs are cut anew."""
+"""`patch(max_tokens=...)` for SFT, KTO, DPO, Reward and TPO: the steps of stock, whose rows and pairs are cut anew."""
 
 import functools
 
@@ -8,6 +8,7 @@ from datasets import IterableDataset
 from peft import PromptTuningConfig, TaskType
 from transformers import TrainerCallback
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
 from fastdpo.integrations.trl import kto as kto_line
@@ -21,7 +22,7 @@ from tests.support.trl import kto, reward, sft
 from tests.support.trl.dpo import Run, adapter, assert_same, pairs, recorded_packs, tiny_model, tokenizer, train
 from tests.support.trl.resuming import assert_resumes
 from tests.support.workers import budgets
-from tests.support.workers.budgets import COMMON, DPO, KTO, MAX_TOKENS, REWARD, SFT, TRAINERS, compared, trained
+from tests.support.workers.budgets import COMMON, DPO, KTO, MAX_TOKENS, REWARD, SFT, TPO, TRAINERS, compared, trained
 from tests.support.workers.processes import run_ranks
 
 STEPS = 3
@@ -62,7 +63,7 @@ OPTIONS = {
     **{f"{trainer}, {name}": (trainer, options) for trainer in TRAINERS for name, options in COMMON.items()},
     **{f"{trainer}, {name}": (trainer, options) for trainer in (DPO, REWARD) for name, options in OF_PAIRS.items()},
     **{f"{trainer}, truncated": (trainer, dict(max_length=12)) for trainer in (SFT, KTO, DPO)},
-    **{f"{trainer}, adapter": (trainer, ADAPTER) for trainer in (SFT, KTO)},
+    **{f"{trainer}, adapter": (trainer, ADAPTER) for trainer in (SFT, KTO, TPO)},
     "SFT, dft": (SFT, dict(loss_type="dft")),
     "SFT, every token": (SFT, dict(completion_only_loss=False)),
     "SFT, tokens of a rank": (SFT, dict(average_tokens_across_devices=False)),
@@ -89,6 +90,8 @@ OPTIONS = {
     ),
     "DPO, read in every batch": (DPO, dict(trainer_class=Reads)),
     "Reward, adapter": (REWARD, reward.adapter()),
+    **{f"TPO, {loss}": (TPO, dict(loss_type=loss, beta=0.5)) for loss in ("hinge", "ipo", "tpo-l")},
+    "TPO, large alpha": (TPO, dict(tpo_alpha=20.0)),
 }
 
 
@@ -132,7 +135,7 @@ def test_each_call_is_packed_once(tmp_path, monkeypatch, trainer):
         packs.clear()
         patched = trained(tmp_path, trainer, max_steps=2)
     assert {path for _, path in patched.calls} == {"fused"}
-    models = 1 if trainer in (SFT, REWARD) else 2  # each of which is examined once
+    models = 1 if trainer in (SFT, REWARD, TPO) else 2  # each of which is examined once
     calls = patched.calls["policy", "fused"] if trainer == DPO else sum(patched.calls.values())
     assert len(packs) == calls + models
 
@@ -195,7 +198,7 @@ def test_batches_that_fall_back(compare, trainer):
     assert not patched.calls["policy", "fused"]
 
 
-CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer, DPO: DPOTrainer, REWARD: RewardTrainer}
+CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer, DPO: DPOTrainer, REWARD: RewardTrainer, TPO: TPOTrainer}
 
 
 def with_padding(trainer_class: type, is_real) -> type:
@@ -400,6 +403,8 @@ REFUSED = {
         "prompt tuning",
     ),
     "aot": (DPO, dict(loss_type="aot"), "loss_type='aot', which is not a mean over pairs"),
+    "no reference completions": (TPO, dict(tpo_alpha=0.0), "tpo_alpha=0, with which batches have no reference"),
+    "a reference without tokens": (TPO, dict(max_length=3), "reference completions that truncation has left nothing"),
     "sft": (DPO, dict(loss_type=["sigmoid", "sft"]), "loss_type='sft'"),
     **{
         f"rotary embeddings, {trainer}": (

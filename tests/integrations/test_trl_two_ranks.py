@@ -13,6 +13,7 @@ CALLS = {
     "trl.SFTTrainer": dict(policy=3, eval=1),
     "trl.CPOTrainer": dict(policy=3, eval=1),
     "trl.ORPOTrainer": dict(policy=3, eval=1),
+    "trl.TPOTrainer": dict(policy=3, eval=1),
 }
 OTHERWISE_DEFINED = {"trl.CPOTrainer": "logits/", "trl.ORPOTrainer": "logits/"}
 

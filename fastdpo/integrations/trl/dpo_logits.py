@@ -1,29 +1,16 @@
-"""TRL's DPOTrainer from its rewrite in TRL 0.29 to TRL 1.14, which computes from logits.
-
-TRL's own functions run. While they do, the calls of their models are given the labels of the batch
-and return `ScoredRows`, whose `logits` TRL reads as those of any other output.
-"""
+"""TRL's DPOTrainer from its rewrite in TRL 0.29 to TRL 1.14, which computes from logits."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...models import forward
-from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..line import liger_reason
-from ..replacements import temporarily
-from ..scored_rows import ScoredRows
 from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
-from .fused_logits import replace_functions
-from .max_tokens.budget import Scores
+from .logits_line import LogitsLine
 
 _PARAMETERS = {
     **PARAMETERS,
@@ -36,7 +23,7 @@ _PARAMETERS = {
 _TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"]
 
 
-class LogitsDPOLine(RewrittenDPOLine):
+class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
     parameters = _PARAMETERS
     path = ("compute_loss", "_compute_loss")
 
@@ -50,25 +37,11 @@ class LogitsDPOLine(RewrittenDPOLine):
             parameters["_truncate_inputs"] = _TRUNCATE_PARAMETERS
         return super().unsupported_reason() or self.signature_difference(parameters)
 
-    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        return liger_reason(arguments.get("args"))
-
     def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
         weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
-        return (*LOGGED_STATISTICS, *weighting)
-
-    def install(self, trainer: DPOTrainer, role: str, model: nn.Module) -> None:
-        """Has the calls of the model given the labels of the batch that is being scored."""
-        super().install(trainer, role, model)
-        state = self.state_of(trainer)
-
-        def add_labels(module, args, kwargs):
-            return None if state.running is None else (args, {**kwargs, "labels": state.running, "fused_lm_head": True})
-
-        self.replacements.on_undo(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
+        return (*super().statistics(trainer), *weighting)
 
     def replace(self) -> None:
-        replace_functions(self.replacements, self.module())
         super().replace()
         self.replacements.put(self.trainer_class(), "ref_model", property(_reference_model, self.set_reference_model))
 
@@ -80,30 +53,12 @@ class LogitsDPOLine(RewrittenDPOLine):
         vars(trainer)["ref_model"] = model
         self.prepare(trainer)
 
-    def scores_of(self, trainer: DPOTrainer, output: Any, length: int) -> Scores:
-        rows = output
-        if not isinstance(output, ScoredRows):  # a call that fell back
-            rows = ScoredRows.of_output(
-                SimpleNamespace(logits=output.logits[:, -length:]),
-                self.state_of(trainer).running[:, 1:],
-                self.statistics(trainer),
-            )
-        return {name: x for name, x in rows._replace(aux_loss=None)._asdict().items() if x is not None}
-
-    def output_of(self, known: Mapping[str, Tensor]) -> ScoredRows:
-        return ScoredRows(**{name: known[name] for name in ScoredRows._fields if name in known})
-
-    def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
-        state = self.state_of(trainer)
-        if state is None:
-            return nullcontext()
-        if wants_output:
-            forward.record_fallback(trainer.model, self.name, Reason("wants-output"))
-            return nullcontext()
-        ids, completion = inputs["input_ids"], inputs["completion_mask"]
-        if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29 truncates batches
-            ids, _, completion = trainer._truncate_inputs(ids, inputs["attention_mask"], completion)
-        return temporarily(state, running=ids.masked_fill(completion == 0, IGNORE_INDEX))
+    def labels(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> Tensor:
+        if not hasattr(trainer, "_truncate_inputs"):
+            return super().labels(trainer, inputs)
+        tensors = (inputs[name] for name in ("input_ids", "attention_mask", "completion_mask"))
+        ids, _, completion = trainer._truncate_inputs(*tensors)  # TRL 0.29 truncates batches
+        return ids.masked_fill(completion == 0, IGNORE_INDEX)
 
 
 def _reference_model(trainer: DPOTrainer) -> nn.Module | None:

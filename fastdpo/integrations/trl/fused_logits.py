@@ -33,9 +33,11 @@ class FusedLogits:
         self.rows, self._factor = rows, factor
 
     def __getitem__(self, index: Any) -> FusedLogits:
-        """`logits[..., :-1, :]`, for which the results are, or those of the tokens in a mask."""
+        """`logits[..., :-1, :]`, for which the results are, or those of the tokens in a mask. All others then are zero:
+        sums are the same, and no number is read from a device.
+        """
         if isinstance(index, Tensor):
-            return self._each(lambda x: x[index])
+            return FusedLogits(self.rows.within(index))
         if index != (..., slice(None, -1), slice(None)):
             raise NotImplementedError(f"fused logits: index must be [..., :-1, :] or a mask; got {index}")
         return self
@@ -73,7 +75,7 @@ class FusedLogits:
         if function is torch.logsumexp:  # TRL subtracts that of the logits, and so its value does not matter
             return torch.zeros_like(logits.logps) if logits._factor == 1 else logits._log_sum_of_squares()
         if function is F.cross_entropy:  # of tokens with their labels
-            return -logits.logps.mean()
+            return logits.rows.nll()
         raise NotImplementedError(f"fused logits: {function.__name__} is not supported")
 
     def _log_sum_of_squares(self) -> Tensor:

@@ -1,5 +1,5 @@
-"""Trainings of SFT, KTO, DPO and Reward in float64 whose steps accumulate batches, in one process or on one of several
-ranks.
+"""Trainings of SFT, KTO, DPO, Reward and TPO in float64 whose steps accumulate batches, in one process or on one of
+several ranks.
 """
 
 import os
@@ -11,14 +11,14 @@ import torch
 
 import fastdpo
 from tests.support.comparison import double
-from tests.support.trl import kto, reward, sft
+from tests.support.trl import kto, reward, sft, tpo
 from tests.support.trl.dpo import Run, assert_same, pairs, tiny_model, train
 
 STEPS = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, learning_rate=0.05, max_steps=3)
 """Steps of 16 rows or pairs on a rank. In one process, the third one has 6."""
 UNITS = 38
-SFT, KTO, DPO, REWARD = TRAINERS = ("trl.SFTTrainer", "trl.KTOTrainer", "trl.DPOTrainer", "trl.RewardTrainer")
-MAX_TOKENS = {SFT: 90, KTO: 90, DPO: 160, REWARD: 160}
+SFT, KTO, DPO, REWARD, TPO = TRAINERS = tuple(f"trl.{x}Trainer" for x in ("SFT", "KTO", "DPO", "Reward", "TPO"))
+MAX_TOKENS = {SFT: 90, KTO: 90, DPO: 160, REWARD: 160, TPO: 200}
 COMMON = {
     "as it is": {},
     "one micro-batch": dict(max_tokens=10_000),
@@ -45,6 +45,12 @@ def related_pairs(n: int, seed: int = 0) -> list[dict]:
     return [{**row, "prompt": drawn[i // 2]["prompt"], "margin": 0.1 * i} for i, row in enumerate(drawn)]
 
 
+def related_triples(n: int, seed: int = 0) -> list[dict]:
+    """`related_pairs`, each with the answer of another one as its reference."""
+    drawn = related_pairs(n, seed)
+    return [{**row, "reference": drawn[i - 1]["chosen"]} for i, row in enumerate(drawn)]
+
+
 def trained(directory: Path, trainer: str, tiny: dict | None = None, prepare: Callable = double, **options) -> Run:
     """Trains with the patches that are active. `options` are arguments of a `Recipe.train`."""
     options = {**STEPS, **options}
@@ -53,6 +59,8 @@ def trained(directory: Path, trainer: str, tiny: dict | None = None, prepare: Ca
         data = dict(data=shuffled(related_pairs), center_rewards_coefficient=0.3)
         return reward.train_reward(directory, model, **{**data, **options})
     models = [prepare(tiny_model(seed=seed, **(tiny or {}))) for seed in range(2)]
+    if trainer == TPO:
+        return tpo.train_tpo(directory, models[0], **{"data": shuffled(related_triples), "tpo_alpha": 0.7, **options})
     if trainer == SFT:
         options = {"data": lambda n, seed=0: shuffled(sft.rows, UNITS if n == 16 else n, seed), **options}
         return sft.train_sft(directory, models[0], **options)

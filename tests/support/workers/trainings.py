@@ -24,6 +24,7 @@ from tests.support.trl.online import train_three
 from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
+from tests.support.trl.tpo import train_tpo
 from tests.support.workers import budgets, vision
 
 
@@ -39,6 +40,7 @@ TRAIN = {
     "trl.SFTTrainer": train_sft,
     "trl.CPOTrainer": train_cpo,
     "trl.ORPOTrainer": train_orpo,
+    "trl.TPOTrainer": train_tpo,
     **{name: functools.partial(train_on_groups, trainer_class) for trainer_class, name in NAMES.items()},
 }
 """Maps the name of a trainer to a function that trains with it, like `trl.dpo.train`."""

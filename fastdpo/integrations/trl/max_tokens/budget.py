@@ -1,9 +1,9 @@
 """`patch(max_tokens=...)`: what a trainer trains on in a step is cut anew, by a budget of tokens.
 
-The batches that a step accumulates are collected. Their units, which are rows or in trainers of preferences pairs of
-rows, are cut into micro-batches, with those that begin alike together. Each micro-batch gets the weight in the step
-that its units have in TRL. What TRL logs are numbers of its own batches: its own code computes them, from what the
-models have returned for the rows.
+The batches that a step accumulates are collected. Their units, which are rows or in trainers of preferences pairs or
+triples of rows, are cut into micro-batches, with those that begin alike together. Each micro-batch gets the weight in
+the step that its units have in TRL. What TRL logs are numbers of its own batches: its own code computes them, from what
+the models have returned for the rows.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class StepBudget:
         largest = max(planner.tokens(*run) for run in runs)
         if largest > max_tokens and self._learned is None and not self._warned:
             self._warned = True
-            what = "a row" if self._line.rows_of_unit == 1 else "a pair"
+            what = ("a row", "a pair", "a triple")[self._line.rows_of_unit - 1]
             tokens = f"{largest} tokens, more than max_tokens={max_tokens}"
             warn(f"{self._line.name}: {what} has {tokens}, and runs alone")
         if trainer.accelerator.num_processes > 1:  # each must run the model as often

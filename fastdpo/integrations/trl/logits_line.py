@@ -1,0 +1,77 @@
+"""Trainers of TRL whose own loss reads logits.
+
+TRL's functions run. While they do, the calls of their models are given the labels of the batch and
+return `ScoredRows`, whose `logits` TRL reads as those of any other output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...models import forward
+from ...ops.head.results import LOGGED_STATISTICS
+from ...packing import IGNORE_INDEX
+from ...reasons import Reason
+from ..line import liger_reason
+from ..replacements import temporarily
+from ..scored_rows import ScoredRows
+from .fused_logits import replace_functions
+from .max_tokens.budget import Scores
+from .max_tokens.padded_budget import PaddedBudgetLine
+
+
+class LogitsLine(PaddedBudgetLine):
+    """The line of such a trainer."""
+
+    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
+        return liger_reason(arguments.get("args"))
+
+    def statistics(self, trainer: Any) -> tuple[str, ...]:
+        return LOGGED_STATISTICS
+
+    def install(self, trainer: Any, role: str, model: nn.Module) -> None:
+        """Has the calls of the model given the labels of the batch that is being scored."""
+        super().install(trainer, role, model)
+        state = self.state_of(trainer)
+
+        def add_labels(module, args, kwargs):
+            return None if state.running is None else (args, {**kwargs, "labels": state.running, "fused_lm_head": True})
+
+        self.replacements.on_undo(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
+
+    def replace(self) -> None:
+        replace_functions(self.replacements, self.module())
+        super().replace()
+
+    def labels(self, trainer: Any, inputs: dict[str, Any]) -> Tensor:
+        """The tokens of the completions of a batch, [R, L]."""
+        return inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE_INDEX)
+
+    def scoring(self, trainer: Any, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
+        """A context in which TRL's code scores a batch, for a caller that may want the output of the model."""
+        state = self.state_of(trainer)
+        if state is None:
+            return nullcontext()
+        if wants_output:
+            forward.record_fallback(trainer.model, self.name, Reason("wants-output"))
+            return nullcontext()
+        return temporarily(state, running=self.labels(trainer, inputs))
+
+    def rows_of(self, trainer: Any, output: Any, length: int) -> ScoredRows:
+        """The scored rows of the output of a model for rows of this length."""
+        if isinstance(output, ScoredRows):
+            return output
+        logits = SimpleNamespace(logits=output.logits[:, -length:])  # of a call that fell back
+        return ScoredRows.of_output(logits, self.state_of(trainer).running[:, 1:], self.statistics(trainer))
+
+    def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:
+        rows = self.rows_of(trainer, output, length)
+        return {name: x for name, x in rows._replace(aux_loss=None)._asdict().items() if x is not None}
+
+    def output_of(self, known: Mapping[str, Tensor]) -> ScoredRows:
+        return ScoredRows(**{name: known[name] for name in ScoredRows._fields if name in known})

@@ -1,0 +1,79 @@
+"""TRL's TPOTrainer: chosen, rejected and reference completions of a prompt, which share it.
+
+With `patch(max_tokens=...)`, the pairs of a batch have a mean loss, and so may be trained on in any micro-batch. The
+log-likelihood of the reference completions is a mean over the tokens of TRL's batch. In a micro-batch, those of each
+row are multiplied so that the mean over its tokens gives them the weight that they have there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.batch import labels_from
+from ..collating import REPLACED, with_packed_batches
+from ..scored_rows import ScoredRows
+from .gathering import of_all_ranks
+from .logits_line import LogitsLine
+from .max_tokens.budget import STEPS, Batch
+from .max_tokens.refusals import require_supported
+
+_WEIGHT = "reference_weight"
+"""An entry of micro-batches: for each row, the pairs of TRL's batch by the tokens of its reference completions, [N]."""
+
+
+class TPOLine(LogitsLine):
+    parameters = MappingProxyType({"_compute_loss": ["self", "model", "inputs", "return_outputs"]})
+    relies_on = ("_compute_loss",)
+    options_rely_on = MappingProxyType(
+        {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForTriplePreference.torch_call")}
+    )
+    replaced = ("_compute_loss", *REPLACED)
+    get_train_dataloader = with_packed_batches
+    path = ("compute_loss", "_compute_loss")
+    rows_of_unit = 3
+    entries = frozenset({"input_ids", "attention_mask", "completion_mask"})
+
+    def _compute_loss(
+        self, stock: Callable, trainer: Any, model: Any, inputs: Batch, return_outputs: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        state = self.state_of(trainer)
+        if state is None:
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+        inputs = dict(inputs)
+        weights, called = inputs.pop(_WEIGHT, None), self.noting(trainer, model)
+        if weights is not None:
+            called = functools.partial(self._weighted, trainer, called, weights, inputs["completion_mask"])
+        passes = isinstance(model, nn.Module) and state.wrapping.passes_arguments_on(model)
+        source = inputs["completion_mask"] if passes else None
+        with (
+            labels_from(source, inputs["input_ids"]),
+            of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
+            self.scoring(trainer, inputs, return_outputs),
+        ):
+            return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
+
+    def uncuttable(self, trainer: Any) -> str | None:
+        return "tpo_alpha=0, with which batches have no reference completions" if trainer.tpo_alpha == 0 else None
+
+    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
+        joined = super().joined(trainer, batches)
+        tokens = joined["completion_mask"][:, 2, 1:].sum(1)
+        require_supported(None if tokens.all() else "reference completions that truncation has left nothing of")
+        of_batches = tokens.split([*map(self.size, batches)])
+        return joined | {_WEIGHT: torch.cat([(len(x) / x.sum().double()).expand(len(x)) for x in of_batches])}
+
+    def _weighted(self, trainer: Any, model: Callable, weights: Tensor, mask: Tensor, **inputs: Any) -> ScoredRows:
+        """The output of the model for a micro-batch of rows with these weights [N], and with this mask of completions
+        [3 N, L].
+        """
+        rows = self.rows_of(trainer, model(**inputs), mask.shape[1])
+        n = len(weights)
+        factors = torch.cat([weights.new_ones(2 * n), weights * mask[2 * n :, 1:].sum() / n])
+        return rows._replace(logps=rows.logps * factors.to(rows.logps)[:, None])
