@@ -7,6 +7,7 @@ from fastdpo.models import compiled
 from tests.contract.harness import harnesses
 from tests.support.kernels import recorder
 from tests.support.models.planted import PLANTED, hook_on_every_module
+from tests.support.models.trained_effects import EFFECTS
 
 TRAINERS = [x for x in harnesses() if x.name in {f"trl.{x}Trainer" for x in ("DPO", "KTO", "Reward", "SFT", "GRPO")}]
 STEPS = 3
@@ -16,13 +17,16 @@ def reasons_in(messages) -> set[str]:
     return {x.rpartition("[")[2].rstrip("]") for x in messages if ": not fused, " in x}
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", [*PLANTED, *EFFECTS])
 @pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS])
 def test_a_model_with_more_than_weights(harness, name, tmp_path, caplog):
-    planted = PLANTED[name]
+    """Those with an effect in training are not fused in any step."""
+    planted = (PLANTED | EFFECTS)[name]
     runs = harness.both(tmp_path, prepare=lambda model: planted.plant(model) or model, max_steps=STEPS)
     assert reasons_in(caplog.messages) == set(planted.reasons)
-    assert any(path == "fused" for _, path in runs[-1].calls) or planted.reasons
+    paths = {path for role, path in runs[-1].calls if role == "policy"}
+    assert ("stock" in paths) == bool(planted.reasons)
+    assert len(paths) == 1 or name in PLANTED
     harness.assert_same(*runs)
 
 

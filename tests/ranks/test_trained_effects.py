@@ -10,7 +10,7 @@ CASES = ["fsdp2 balanced experts", "fsdp2 compressed activations", "zero3 compre
 
 @pytest.mark.parametrize("case", CASES)
 def test_effect(case, ranks):
-    reason = EFFECTS[case.split(" ", 1)[1]].reason
+    (reason,) = EFFECTS[case.split(" ", 1)[1]].reasons
     for run in assert_trained_alike(ranks):
         assert run["calls"]["policy", "stock"]
         assert ("policy", "fused") not in run["calls"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tests.support.comparison import sharpen
+from tests.support.models.planted import Planted
 from tests.support.models.watching import change
 
 
@@ -124,19 +123,12 @@ def compiled_layers(model: PreTrainedModel) -> None:
         layer.compile(backend="eager", dynamic=True)
 
 
-class Effect(NamedTuple):
-    """What is planted, and the name of the reason why the policy is not fused then; None if it is."""
-
-    plant: Callable[[PreTrainedModel], None]
-    reason: str | None
-
-
 EFFECTS = {
-    "balanced experts": Effect(balanced_experts, "added-gradients"),
-    "compressed activations": Effect(compressed_activations, "different-gradients"),
-    "clipping per row": Effect(clipping_per_row, "user-hooks"),
-    "noise by a hook": Effect(noise_by_a_hook, "user-hooks"),
-    "noise by a forward": Effect(noise_by_a_forward, "unknown-randomness"),
-    "positions in training": Effect(position_in_training, "different-states"),
-    "compiled layers": Effect(compiled_layers, None),
+    "balanced experts": Planted(balanced_experts, ("added-gradients",)),
+    "compressed activations": Planted(compressed_activations, ("different-gradients",)),
+    "clipping per row": Planted(clipping_per_row, ("user-hooks",)),
+    "noise by a hook": Planted(noise_by_a_hook, ("user-hooks",)),
+    "noise by a forward": Planted(noise_by_a_forward, ("unknown-randomness",)),
+    "positions in training": Planted(position_in_training, ("different-states",)),
+    "compiled layers": Planted(compiled_layers),
 }
