@@ -70,6 +70,7 @@ class Harness:
         far: whether each of them is far above rounding.
         verified: options of trainings with `verify=True`, with the number of verified calls.
         scores: what the verification of a reward model compares, in words.
+        ranks: options of `both` on each of two ranks, and the number of calls there; None if none can train.
         newer: the newer versions of its package.
     """
 
@@ -94,6 +95,7 @@ class Harness:
     far: bool = True
     verified: Mapping[str, tuple[Options, int]] = field(default_factory=dict)
     scores: str | None = None
+    ranks: tuple[Options, Calls] | None = None
     newer: Newer | None = None
 
     def line(self) -> TrainerLine:

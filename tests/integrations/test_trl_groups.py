@@ -3,7 +3,6 @@
 import functools
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,15 +23,12 @@ from tests.support.trl.groups import (
     CONFIGS,
     NAMES,
     SCORED_BEFORE,
-    GroupRun,
     assert_same_groups,
     build_group,
     train_both_groups,
     train_group,
 )
 from tests.support.trl.online import writer
-from tests.support.workers import groups
-from tests.support.workers.processes import run_ranks
 
 BOTH = pytest.mark.parametrize("trainer_class", NAMES)
 
@@ -213,15 +209,3 @@ def test_gmpo_follows_grpo(tmp_path, monkeypatch):
 def test_async_grpo_is_not_touched():
     fastdpo.patch("trl")
     assert async_grpo_trainer.add_fused_lm_head is utils.add_fused_lm_head
-
-
-def test_two_ranks(tmp_path):
-    run_ranks(2, groups.train_rank, tmp_path)
-    for rank in range(2):
-        result = torch.load(tmp_path / f"rank{rank}.pt")
-        assert result["world"] == 2
-        for runs in result["runs"]:
-            stock, patched, exact = (GroupRun(**run) for run in runs)
-            stock.in_float64 = functools.partial(replace, exact)
-            assert_fused(patched, **SCORED_BEFORE | {"reference": 2 + 2, "eval": 2 * 2})
-            assert_same_groups(stock, patched)

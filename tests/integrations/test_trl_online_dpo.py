@@ -17,7 +17,6 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 import fastdpo
 from fastdpo.ops.head import logit_rows
 from tests.contract.trainers.trl.online_dpo import FULL, OPTIONS, prompts
-from tests.support.models.watching import watch
 from tests.support.trl.dpo import assert_fused, assert_same_bits
 from tests.support.trl.online import (
     SUMS_OVER_PADDING,
@@ -46,23 +45,6 @@ def test_four_metrics_differ_from_stock_only_by_padding(three):
     options, _ = OPTIONS["no end"]
     stock, _, patched = three(**options)
     assert_same_online(stock, patched)
-
-
-def test_autocast(three):
-    """Accelerate wraps both models in casts, the reference while the trainer is created."""
-    cast = []
-
-    def watched(model):
-        watch(model.model, lambda **_: cast.append(torch.is_autocast_enabled("cpu")))
-        return model
-
-    stock, _, patched = three(bf16=True, prepare=watched, max_steps=2)
-    assert_fused(patched, policy=2, reference=2)
-    assert cast[-2:] == [True, True]
-    eps = 2.0**-8  # see assert_same_but_for_rounding in trl_dpo/test_models.py
-    assert abs(stock.logs[0]["loss"] - patched.logs[0]["loss"]) < 4 * eps
-    a, b = stock.gradients[0], patched.gradients[0]
-    assert all((a[name] - b[name]).norm() < 10 * eps * a[name].norm() for name in a)
 
 
 def test_the_text_of_a_multimodal_model_is_fused(three):

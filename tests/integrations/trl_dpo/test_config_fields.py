@@ -58,7 +58,7 @@ OF_DPO = {
 
 OF_TRAINING = {
     "average_tokens_across_devices": OPTION,
-    "bf16": run_by("models", "test_autocast"),
+    "bf16": ("contract/test_precision.py", ("test_autocast",)),
     "bf16_full_eval": run_by("models", "test_evaluation_in_bfloat16"),
     "dataloader_num_workers": OPTION,
     "deepspeed": NEEDS_A_CLUSTER,

@@ -38,12 +38,6 @@ def assert_same_but_for_rounding(stock: Run, patched: Run, dtype: torch.dtype) -
     assert_same_in_low_precision(stock, patched, dtype, stock.in_float64)
 
 
-def test_autocast(both):
-    stock, patched = both(bf16=True)
-    assert_same_but_for_rounding(stock, patched, torch.bfloat16)
-    assert_fused(patched, policy=3, reference=3)
-
-
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_adapter_on_a_base_of_low_precision(both, dtype):
     """A frozen base in low precision with float32 adapters, like QLoRA."""

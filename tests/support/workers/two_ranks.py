@@ -1,25 +1,19 @@
-"""One rank of a stock or patched training under DDP, for all trainers of `trainings`."""
+"""One rank of the trainings of a harness under DDP."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-import fastdpo
+from tests.contract.harness import harnesses
 from tests.support.comparison import double
-from tests.support.trl import kto
-from tests.support.workers.budgets import shuffled
-from tests.support.workers.trainings import TRAIN, model_of
 
 
-def train_rank(directory: Path, kind: str, trainer: str) -> None:
-    """Trains "stock" or "patched", and writes the record to a file in the directory."""
-    rank = int(os.environ["RANK"])
-    if kind == "patched":
-        fastdpo.patch(trainer)
-    models = [model_of(trainer, seed) for seed in range(2)]
-    options: dict = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2)
-    if trainer == "trl.KTOTrainer":  # in float64, with batches of which one rank has only desirable rows
-        models, options["data"] = [double(model) for model in models], shuffled(kto.rows, 16)
-    run = TRAIN[trainer](directory / f"of rank {rank}", *models, evaluate=4, **options)
-    torch.save(vars(run), directory / f"rank{rank}.pt")
+def train_rank(directory: Path, trainer: str) -> None:
+    """Writes the records of trainings in float64, patched last, to a file in the directory."""
+    rank = os.environ["RANK"]
+    harness = next(x for x in harnesses() if x.name == trainer)
+    options = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2, prepare=double)
+    runs = harness.both(directory / f"of rank {rank}", **options | harness.ranks[0])
+    torch.save([replace(run, in_float64=None) for run in runs], directory / f"rank{rank}.pt")

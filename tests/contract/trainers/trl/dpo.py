@@ -146,5 +146,6 @@ HARNESSES = [
         sabotages=sabotaged_by(
             faults.late_positions, faults.no_prefix, faults.leak, faults.wrong_target, faults.wrong_scale
         ),
+        ranks=(dict(evaluate=4), dict(policy=3, reference=3 + 1, eval=1)),
     )
 ]

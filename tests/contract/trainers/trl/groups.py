@@ -35,6 +35,7 @@ OF_BOTH = {
         WITHOUT_REFERENCE,
     ),
 }
+BATCHES_OF_FOUR = dict(per_device_train_batch_size=4, per_device_eval_batch_size=4)
 EACH_ONCE = {"policy": 3, "old_policy": 3, "reference": 3}
 EACH_TWICE = {"policy": 4, "old_policy": 4, "reference": 4}
 """Two steps of two batches."""
@@ -166,6 +167,10 @@ def harness(trainer_class: type, **attributes) -> Harness:
             faults.without_a_result,
         ),
         far=False,
+        ranks=(
+            dict(**CLIPPED, **BATCHES_OF_FOUR, reference=False, peft_config=LoraConfig(**LORA), evaluate=4),
+            SCORED_BEFORE | {"reference": 2 + 2, "eval": 2 * 2},
+        ),
         **attributes,
     )
 

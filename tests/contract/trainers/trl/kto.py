@@ -10,6 +10,7 @@ from tests.support import faults
 from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import adapter, mean_logit, trained_adapter
 from tests.support.trl.kto import KTO, rows, train_both_kto
+from tests.support.workers.budgets import shuffled
 
 FULL = dict(policy=2 * 3, reference=3)
 """Calls of three steps: the policy for completions and for the KL term, the reference for both at once."""
@@ -120,5 +121,7 @@ HARNESSES = [
         strict=(dict(peft_config=TUNING["peft_config"]), "without input_ids"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix, _reference_of_other_rows),
         verified={"as it is": (dict(max_steps=2), 3)},
+        # one rank has batches of desirable rows only
+        ranks=(dict(evaluate=4, data=shuffled(rows, 16)), dict(policy=6, reference=3 + 1, eval=2)),
     )
 ]

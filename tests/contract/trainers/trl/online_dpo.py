@@ -114,5 +114,6 @@ HARNESSES = [
         sabotages=sabotaged_by(faults.labels_a_token_late, _padding_is_scored, _prompts_a_token_short, faults.no_prefix)
         | {f"a missing token, {loss}": (faults.without_a_result, dict(loss_type=loss)) for loss in ("sigmoid", "ipo")},
         verified={"as it is": (dict(max_steps=2), 2)},
+        ranks=({}, FULL),
     )
 ]

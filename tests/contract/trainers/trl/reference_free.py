@@ -129,6 +129,7 @@ def harness(recipe: Recipe, **attributes) -> Harness:
         bypassing={"own loss": (dict(trainer_class=Own), "Own.get_batch_loss_metrics does not call")},
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix),
         verified={"as it is": (dict(max_steps=2), 1)},
+        ranks=(dict(evaluate=4), dict(policy=3, eval=1)),
         **attributes,
     )
 

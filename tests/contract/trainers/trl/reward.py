@@ -81,5 +81,6 @@ HARNESS = Harness(
     sabotages=sabotaged_by(faults.targets_off_by_one, faults.late_positions, faults.no_prefix),
     verified={"as it is": (dict(evaluate=4), 1)},
     scores="rewards",
+    ranks=(dict(evaluate=4), dict(policy=3, eval=1)),
 )
 HARNESSES = [HARNESS]

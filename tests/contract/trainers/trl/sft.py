@@ -86,5 +86,6 @@ HARNESSES = [
         strict=(dict(padding_free=True, max_length=None), "TRL packs its batches itself"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.late_positions),
         verified={"as it is": (dict(max_steps=2), 1)},
+        ranks=(dict(evaluate=4), dict(policy=3, eval=1)),
     )
 ]

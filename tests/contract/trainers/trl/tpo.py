@@ -70,5 +70,6 @@ HARNESSES = [
         strict=(dict(evaluate=6, compute_metrics=mean_logit), "wants the model's output"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix, faults.late_positions, faults.wrong_scale),
         verified={"as it is": (dict(max_steps=2), 1)},
+        ranks=(dict(evaluate=4), dict(policy=3, eval=1)),
     )
 ]
