@@ -53,6 +53,8 @@ def test_trainers_before_and_after_stay_stock(harness, tmp_path):
     assert accelerator is None or "unwrap_model" not in vars(accelerator)
     assert_stock(trainer.train)
     assert_stock(lambda: harness.train(tmp_path / "after", *models, **harness.one_step))
+    with fastdpo.patched(harness.name):
+        assert_stock(trainer.train)
 
 
 @each(lambda harness: not harness.build)

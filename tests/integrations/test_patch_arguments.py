@@ -39,7 +39,9 @@ def test_targets(targets, patched):
 
 
 def test_a_list_with_a_package():
-    assert names(fastdpo.patch(["trl"])) == names(fastdpo.patch("trl"))
+    assert names(report := fastdpo.patch(["trl"])) == names(fastdpo.patch("trl"))
+    by_name = {f"trl.{x}Trainer" for x in ("SFT", "GRPO", "RLOO")}
+    assert {*ALL, *by_name} <= {seam.name for seam in report.seams if seam.on}
     with fastdpo.patched([DPOTrainer]) as report:
         assert names(report) == ALL[:1]
 

@@ -6,24 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
-from peft import LoraConfig
-from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.trainer import grpo_trainer, utils
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.models.calls import tokens
 from tests.support import faults
 from tests.support.comparison import assert_close, assert_same_gradients
-from tests.support.trl.dpo import LORA, assert_fused, tiny_model
+from tests.support.trl.dpo import assert_fused, tiny_model
 from tests.support.trl.groups import (
-    CLIPPED,
-    CONFIGS,
     NAMES,
-    SCORED_BEFORE,
-    assert_same_groups,
     build_group,
     train_both_groups,
     train_group,
@@ -116,37 +108,6 @@ def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_cla
         assert len(layout.token_index) <= bound < sum(map(len, rows)) - len(rows)
 
 
-@BOTH
-def test_positions_count_the_padding_of_a_prompt_as_in_trl(tmp_path, trainer_class, monkeypatch):
-    """In a model with learned positions. The completions of a prompt begin in the same column, and share it."""
-    kind = dict(kind="gpt2", without=("head_dim", "num_key_value_heads", "intermediate_size"))
-    options = dict(beta=0.1, disable_dropout=True)
-    stock = train_group(tmp_path / "stock", writer(0, **kind), trainer_class, reference=writer(1, **kind), **options)
-    fastdpo.patch(NAMES[trainer_class])
-    before = tokens.copy()
-    patched = train_group(tmp_path / "a", writer(0, **kind), trainer_class, reference=writer(1, **kind), **options)
-    assert_fused(patched, policy=3, reference=3, old_policy=3 * (trainer_class is RLOOTrainer))
-    assert_same_groups(stock, patched)
-    computed = tokens - before
-    assert computed[NAMES[trainer_class], "computed"] < 0.8 * computed[NAMES[trainer_class], "unshared"]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_adapters(both, reentrant):
-    """The trainer switches it off and on for each generation."""
-    options = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    stock, patched = both(**CLIPPED, **options, reference=False, peft_config=LoraConfig(**LORA))
-    assert_fused(patched, **SCORED_BEFORE)
-    assert_same_groups(stock, patched)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_generation_is_not_changed_by_packed_attention(both, attention):
-    stock, patched = both(tiny=dict(attn_implementation=attention), max_steps=4, learning_rate=1e-9)
-    assert_fused(patched, policy=4)
-    assert stock.generated == patched.generated
-
-
 def stock_path(trainer_class: type, role: str, reason: str) -> str:
     return f"{NAMES[trainer_class]} ({role}): not fused, {reason}"
 
@@ -191,19 +152,6 @@ def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trai
     build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
     assert caplog.text.count(f"{NAMES[trainer_class]} ({trainer_class.__name__}): not fused, {option} is set") == 1
     assert "fastdpo" not in repr(vars(model))
-
-
-def test_they_are_patched_by_name_or_with_all_trainers_of_the_package():
-    assert not {seam.name for seam in fastdpo.patch().seams} & set(NAMES.values())
-    assert {seam.name for seam in fastdpo.patch("trl").seams} >= set(NAMES.values())
-
-
-def test_gmpo_follows_grpo(tmp_path, monkeypatch):
-    """It has its own loss, which calls GRPO's function of log-probabilities."""
-    monkeypatch.setitem(CONFIGS, GRPOTrainer, GMPOConfig)
-    stock, patched = train_both_groups(tmp_path, GMPOTrainer, **CLIPPED)
-    assert_fused(patched, **SCORED_BEFORE)
-    assert_same_groups(stock, patched)
 
 
 def test_async_grpo_is_not_touched():

@@ -1,7 +1,6 @@
 """What only TRL's KTOTrainer has: its KL term, and reference calls for completions and KL term at once."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from trl import KTOTrainer
 
 import fastdpo
 from fastdpo.integrations.scored_rows import merged
-from tests.contract.trainers.trl.kto import FULL, long_rows
-from tests.support.comparison import assert_close, assert_trained_alike, sizes_of
+from tests.contract.trainers.trl.kto import long_rows
+from tests.support.comparison import assert_close, sizes_of
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import (
@@ -66,27 +65,6 @@ def test_the_kl_term_is_above_zero(both):
     stock, patched = both()
     assert max(log.get("kl", 0.0) for log in stock.logs) > 1
     assert_same(stock, patched)
-
-
-class OwnKL(KTOTrainer):
-    """Scales the log-probabilities of the KL term, for policy and reference."""
-
-    def _compute_kl_logps(self, model, batch):
-        logps = super()._compute_kl_logps(model, batch)
-        return None if logps is None else 2 * logps
-
-
-def test_an_overridden_kl_pass_is_called_for_policy_and_reference(both):
-    assert_trained_alike(both(trainer_class=OwnKL), policy=6, reference=6)
-
-
-def test_the_experimental_name_of_the_trainer(both):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        from trl.experimental.kto import KTOTrainer as Experimental
-
-        stock, patched = both(trainer_class=Experimental)
-    assert_trained_alike((stock, patched), **FULL)
 
 
 def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):

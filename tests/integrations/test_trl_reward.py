@@ -7,7 +7,6 @@ import torch
 from transformers import TrainerCallback
 from trl import RewardTrainer
 
-import fastdpo
 from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
 from tests.contract.trainers.trl.reward import FULL
@@ -95,16 +94,6 @@ def test_compute_metrics_receives_the_scores(both):
     assert "eval_spread" in patched.logs[-1]
 
 
-def test_subclasses(both):
-    """A loss of their own is computed from fused calls, too."""
-
-    class Own(RewardTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs, use_cache=False).logits.square().mean()
-
-    assert_trained_alike(both(trainer_class=Own), **FULL)
-
-
 def test_a_loss_of_the_model_itself(both, caplog):
     """A call with labels falls back, and computes its loss from them."""
 
@@ -115,10 +104,6 @@ def test_a_loss_of_the_model_itself(both, caplog):
 
     assert_trained_alike(both(trainer_class=Regression), {("policy", "stock"): 3}, same=assert_same_bits)
     assert caplog.text.count("trl.RewardTrainer (policy): not fused, argument labels is not supported yet") == 1
-
-
-def test_it_is_patched_by_default():
-    assert {seam.name: seam.on for seam in fastdpo.patch().seams}["trl.RewardTrainer"]
 
 
 IDS = torch.tensor([[0, 5, 6, 0, 7], [5, 6, 7, 0, 0], [0, 0, 0, 0, 0]])

@@ -24,7 +24,7 @@ def run_by(file: str, *tests: str) -> tuple[str, tuple[str, ...]]:
 UNTOUCHED = "untouched"  # read before or after the model is called, by the same code with and without fastdpo
 OPTION = "contract/test_options.py", ("test_option",)
 DESCRIPTION = "contract/trainers/trl/dpo.py"
-"""The file with the options that this test sets."""
+"""The file with the options that tests of the contract set."""
 NEEDS_A_GPU = "needs a GPU"
 NEEDS_A_CLUSTER = "needs an engine that is not installed"
 
@@ -44,7 +44,7 @@ OF_DPO = {
     "model_init_kwargs": run_by("models", "test_model_given_by_path"),
     "pad_to_multiple_of": OPTION,
     "pad_token": OPTION,
-    "padding_free": run_by("padding_free", "test_same_training"),
+    "padding_free": OPTION,
     "precompute_ref_batch_size": OPTION,
     "precompute_ref_log_probs": OPTION,
     "ref_model_mixup_alpha": run_by("options", "test_reference_follows_the_policy"),
@@ -70,13 +70,13 @@ OF_TRAINING = {
     "gradient_checkpointing": OPTION,
     "gradient_checkpointing_kwargs": OPTION,
     "label_smoothing_factor": OPTION,
-    "neftune_noise_alpha": run_by("models", "test_noise_on_embeddings_falls_back_to_stock"),
+    "neftune_noise_alpha": ("contract/test_fallbacks.py", ("test_a_fallback_has_one_reason_for_each_model",)),
     "parallelism_config": NEEDS_A_CLUSTER,
     "per_device_train_batch_size": OPTION,
     "remove_unused_columns": OPTION,
     "tf32": NEEDS_A_GPU,
-    "torch_compile": run_by("models", "test_compiled_model"),
-    "torch_compile_backend": run_by("models", "test_compiled_model"),
+    "torch_compile": OPTION,
+    "torch_compile_backend": OPTION,
     "use_cache": OPTION,
     "use_liger_kernel": NEEDS_A_GPU,
 }
@@ -94,7 +94,7 @@ def test_every_field_is_listed():
 @cache
 def read(file: str) -> tuple[set[str], set[str]]:
     """The names of the tests in a file, and of all keyword arguments in its calls."""
-    files = [file, DESCRIPTION] if file == OPTION[0] else [file]
+    files = [file, DESCRIPTION] if file.startswith("contract/") else [file]
     nodes = [node for x in files for node in ast.walk(ast.parse((TESTS / x).read_text()))]
     return (
         {node.name for node in nodes if isinstance(node, ast.FunctionDef)},

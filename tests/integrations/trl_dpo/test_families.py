@@ -196,13 +196,6 @@ def test_probe_does_not_change_rotary_embeddings(name, width):
     assert rotary.max_seq_len_cached == before[1]
 
 
-def test_attention_dropout_falls_back_to_stock(both, caplog):
-    _, patched = both("gpt2", FUSED["gpt2"][1], disable_dropout=False, max_steps=1)
-    # TRL keeps the reference in training mode.
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "attention dropout is active" in caplog.text
-
-
 def test_functional_dropout_is_detected():
     model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout, without a module
     attention.switch(model)

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from accelerate import dispatch_model
 from accelerate.utils import is_peft_model, other
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,12 +16,9 @@ from fastdpo.models import calls
 from tests.support.comparison import assert_same_in_low_precision, assert_trained_alike
 from tests.support.trl.dpo import (
     LORA,
-    WORDS,
     Run,
     adapter,
     assert_fused,
-    assert_same,
-    assert_same_bits,
     build,
     tiny_model,
     train,
@@ -54,16 +50,6 @@ def test_evaluation_in_bfloat16(both):
     assert a.keys() == b.keys()
     assert abs(a["eval_loss"] - b["eval_loss"]) < 4 * EPS[torch.bfloat16]
     assert_fused(patched, reference=2, eval=2)
-
-
-def test_dispatched_model(both):
-    """Like a model with `device_map`: accelerate wraps the forward of all modules and the head."""
-
-    def dispatched(model):
-        parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
-        return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
-
-    assert_trained_alike(both(prepare=dispatched), policy=3, reference=3)
 
 
 def test_model_given_by_path(tmp_path):
@@ -111,10 +97,6 @@ def test_saved_activations_may_be_moved(both, monkeypatch):
     assert moved
 
 
-def test_compiled_model(both):
-    assert_trained_alike(both(torch_compile=True, torch_compile_backend="eager", max_steps=2), policy=2, reference=2)
-
-
 @pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
 def test_models_that_were_compiled_before(both, options):
     """They are fused as those that the option of the trainer compiles. In TRL, what is compiled would not run."""
@@ -130,65 +112,6 @@ def test_models_that_were_compiled_before(both, options):
 
     assert_trained_alike(both(prepare=compiled, max_steps=2, **options), policy=2, reference=2)
     assert graphs
-
-
-@pytest.mark.parametrize(
-    ("tuning", "reason"),
-    [
-        (PromptTuningConfig, "without input_ids"),  # passes embeddings of its prompt
-        (PrefixTuningConfig, "past_key_values"),  # prepends keys and values to those of the batch
-    ],
-)
-def test_prompt_learning_falls_back_to_stock_and_its_reference_is_fused(both, caplog, tuning, reason):
-    assert_trained_alike(
-        both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-        {("policy", "stock"): 3, ("reference", "fused"): 3},
-    )
-    assert reason in caplog.text
-
-
-def test_an_adapter_that_begins_within_rows_falls_back_to_stock_and_its_reference_is_fused(both, caplog):
-    rows = [dict(prompt="w1 w2 ", chosen=f"w{i} w7", rejected=f"w{i + 1} w8 w9") for i in range(10, 26)]
-    lora = LoraConfig(**LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[WORDS.index("w2")])
-    stock, patched = both(data=rows, reference=False, peft_config=lora)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
-    assert (
-        caplog.text.count("(policy): not fused, the adapter default is an activated LoRA, which begins at a token") == 1
-    )
-    assert caplog.text.count("not fused") == 1
-    assert_same(stock, patched)
-
-
-def test_a_head_that_peft_trains_falls_back_to_stock(both, caplog):
-    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert_trained_alike(
-        both(reference=False, peft_config=lora, max_steps=1), {("policy", "stock"): 1, ("reference", "stock"): 1}
-    )
-    assert "ModulesToSaveWrapper" in caplog.text
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
-    """NEFTune draws noise for the padded batch and scales it by the batch's width.
-
-    A reference that is the policy without its adapter gets noise too.
-    """
-    peft_config = LoraConfig(**LORA) if adapter else None
-    reference = {("reference", "stock"): 3, ("reference", "fused"): 1} if adapter else {("reference", "fused"): 4}
-    assert_trained_alike(
-        both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4),
-        {("policy", "stock"): 3, ("eval", "fused"): 1, **reference},
-    )
-    assert "neftune" in caplog.text.lower()
-
-
-def test_attention_dropout_falls_back_to_stock(both, caplog):
-    assert_trained_alike(
-        both(tiny=dict(attention_dropout=0.1), max_steps=1),
-        {("policy", "stock"): 1, ("reference", "stock"): 1},
-        same=assert_same_bits,
-    )
-    assert "attention dropout is active" in caplog.text
 
 
 def test_dropout_is_packed(tmp_path):

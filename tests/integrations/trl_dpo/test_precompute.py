@@ -320,20 +320,6 @@ def test_a_trainer_created_before_patching_keeps_trls_pass(data, tmp_path):
     assert not list(tmp_path.rglob("fastdpo-ref-logps"))
 
 
-def test_unpatching_restores_the_method():
-    stock = DPOTrainer._precompute_ref_logps
-    with fastdpo.patched():
-        assert DPOTrainer._precompute_ref_logps is not stock
-    assert DPOTrainer._precompute_ref_logps is stock
-
-
-def test_a_changed_signature_is_rejected(monkeypatch):
-    monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name: dataset)
-    rule = r"must have the parameters \['self', 'dataset', 'name', 'batch_size'\]"
-    with pytest.raises(fastdpo.PatchError, match=rule):
-        fastdpo.patch("trl.DPOTrainer")
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_ranks_with_data_in_memory(ranks, tmp_path):
     run_ranks(ranks, precompute.train_rank, tmp_path)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 import fastdpo
 from tests.support.comparison import double
@@ -23,7 +24,7 @@ from tests.support.trl.dpo import OPTIONS, Run, assert_same, pairs, record, toke
 from tests.support.trl.online import writer
 
 NAMES = {GRPOTrainer: "trl.GRPOTrainer", RLOOTrainer: "trl.RLOOTrainer"}
-CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
+CONFIGS = {GMPOTrainer: GMPOConfig, GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 GROUPS = dict(
     num_generations=4,
     max_completion_length=8,

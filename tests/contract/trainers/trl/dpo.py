@@ -8,13 +8,15 @@ per-token values or token weights, and the order of subtraction. Each option is 
 import inspect
 import re
 
+from accelerate import dispatch_model
+from peft import PrefixTuningConfig, PromptTuningConfig
 from trl import DPOTrainer
 from trl.trainer import dpo_trainer
 
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, kind
-from tests.support.trl.dpo import DPO, adapter, long_pairs, train_both, trained_adapter
+from tests.support.trl.dpo import DPO, WORDS, adapter, long_pairs, train_both, trained_adapter
 
 FULL, TWO_STEPS = dict(policy=3, reference=3), dict(policy=2, reference=2)
 
@@ -61,6 +63,12 @@ MODIFIERS = {
 
 def checkpointed(reentrant: bool) -> dict:
     return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def dispatched(model):
+    """As with `device_map`: accelerate wraps the forward of all modules and the head."""
+    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
 
 
 # option: (changed arguments, number of calls of each kind)
@@ -124,6 +132,50 @@ OPTIONS = {
     "average_tokens": (dict(average_tokens_across_devices=False), FULL),
     "unused_columns": (dict(remove_unused_columns=False), FULL),
     "use_cache": (dict(use_cache=True), FULL),
+    # others
+    "padding_free": (dict(padding_free=True), FULL),
+    "torch_compile": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=2), TWO_STEPS),
+    "dispatched": (dict(prepare=dispatched), FULL),
+}
+
+
+def fallbacks(**reference: int) -> dict[tuple[str, str], int]:
+    """The calls of three steps whose policy falls back, with those of the reference by path."""
+    return {("policy", "stock"): 3} | {("reference", path): n for path, n in reference.items()}
+
+
+BEGINS_WITH_W2 = [dict(prompt="w1 w2 ", chosen=f"w{i} w7", rejected=f"w{i + 1} w8 w9") for i in range(10, 26)]
+NOISE = dict(neftune_noise_alpha=5.0, evaluate=4)
+FALLBACKS = {
+    "attention dropout": (dict(tiny=dict(attention_dropout=0.1)), fallbacks(stock=3), "attention dropout is active"),
+    "dropout of gpt2": (  # TRL keeps the reference in training mode
+        dict(kind="gpt2", tiny=FUSED["gpt2"][1], disable_dropout=False),
+        fallbacks(stock=3),
+        "attention dropout is active",
+    ),
+    "prompt tuning": (  # passes embeddings of its prompt
+        dict(reference=False, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        fallbacks(fused=3),
+        "without input_ids",
+    ),
+    "prefix tuning": (  # prepends keys and values to those of the batch
+        dict(reference=False, peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        fallbacks(fused=3),
+        "past_key_values",
+    ),
+    "an adapter that begins within rows": (
+        dict(data=BEGINS_WITH_W2, **adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[WORDS.index("w2")])),
+        fallbacks(fused=3),
+        "the adapter default is an activated LoRA, which begins at a token",
+    ),
+    "a head that PEFT trains": (adapter(modules_to_save=["lm_head"]), fallbacks(stock=3), "ModulesToSaveWrapper"),
+    # drawn for the padded batch and scaled by its width
+    "noise on embeddings": (NOISE, fallbacks(fused=4) | {("eval", "fused"): 1}, "NEFTune"),
+    "noise on embeddings of the reference, too": (
+        dict(**NOISE, **adapter()),
+        fallbacks(stock=3, fused=1) | {("eval", "fused"): 1},
+        "NEFTune",
+    ),
 }
 
 
@@ -134,7 +186,8 @@ HARNESSES = [
         seams=(f"trl.trainer.dpo_trainer.{SEAM}",),
         options=OPTIONS,
         families={name: dict(kind=kind(name), tiny=FUSED[name][1]) for name in FUSED},
-        fallbacks={
+        fallbacks=FALLBACKS
+        | {
             name: (
                 dict(kind=kind(name), tiny=tiny, max_steps=2),
                 {("policy", "stock"): 2, ("reference", "stock"): 2},

@@ -4,6 +4,7 @@ import functools
 
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer, RLOOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 
 from fastdpo import packing
 from tests.contract.harness import Harness, sabotaged_by
@@ -24,9 +25,13 @@ from tests.support.trl.online import reward_model, writer
 NO_END = dict(generation_kwargs={"suppress_tokens": list(range(1, 21))})
 ONCE = dict(policy=3)
 WITHOUT_REFERENCE = {**SCORED_BEFORE, "reference": 0}
+EAGER = dict(tiny=dict(attn_implementation="eager"))
+GPT2 = dict(without=("head_dim", "num_key_value_heads", "intermediate_size"))
 SPLIT = {"policy": 3, "old_policy": 4}
 """The 12 completions of two prompts are scored in batches of 3."""
 OF_BOTH = {
+    # positions count the padding of a prompt
+    "learned positions": (dict(kind="gpt2", tiny=GPT2, disable_dropout=True, **CLIPPED), SCORED_BEFORE),
     "router loss": (
         dict(
             **dict(kind="mixtral", tiny=dict(num_local_experts=4, num_experts_per_tok=2), reference=False),
@@ -42,6 +47,12 @@ EACH_TWICE = {"policy": 4, "old_policy": 4, "reference": 4}
 SPLIT_IN_RLOO = SPLIT | {"reference": 4}
 
 
+REENTRANT = {
+    name: dict(gradient_checkpointing_kwargs={"use_reentrant": name == "reentrant"})
+    for name in ("reentrant", "non-reentrant")
+}
+
+
 def environment(asked, trainer):
     """Generates completions of the trainer, of which some tokens come from an environment."""
     ids, _, _ = trainer._tokenize_prompts(asked)
@@ -54,6 +65,7 @@ OPTIONS_OF_GRPO = {
     **OF_BOTH,
     "reward model": (dict(reward_model=reward_model, max_steps=2), dict(policy=2, reward=2)),
     "as it is": (dict(), ONCE),
+    "eager attention": (EAGER, ONCE),
     "reference": (dict(beta=0.1), dict(policy=3, reference=3)),
     "clipped": (CLIPPED, SCORED_BEFORE),
     "sequence ratios": (dict(**CLIPPED, importance_sampling_level="sequence", loss_type="grpo"), SCORED_BEFORE),
@@ -83,6 +95,14 @@ OPTIONS_OF_GRPO = {
     "accumulation": (dict(gradient_accumulation_steps=2, steps_per_generation=2, max_steps=2), dict(policy=4)),
     "evaluation": (dict(beta=0.1, evaluate=3), dict(policy=3, reference=3 + 3, eval=3)),
     "checkpointing": (dict(**CLIPPED, gradient_checkpointing=True), SCORED_BEFORE),
+    **{
+        f"{name} checkpointing of an adapter": (
+            dict(**CLIPPED, **options, gradient_checkpointing=True, reference=False, peft_config=LoraConfig(**LORA)),
+            SCORED_BEFORE,
+        )
+        for name, options in REENTRANT.items()
+    },
+    "GMPO": (dict(**CLIPPED, trainer_class=GMPOTrainer), SCORED_BEFORE),  # a loss of its own
     "float32 head": (dict(beta=0.1, cast_lm_head_to_fp32=True), dict(policy=3, reference=3)),
     # between the head and the logits
     "softcap": (dict(kind="gemma2", tiny=dict(query_pre_attn_scalar=8, final_logit_softcapping=3.0)), ONCE),
@@ -99,6 +119,7 @@ OPTIONS_OF_RLOO = {
         {"policy": 2, "old_policy": 2, "reference": 2, "reward": 2},
     ),
     "as it is": (dict(), EACH_ONCE),
+    "eager attention": (EAGER, EACH_ONCE),
     "without a reference": (dict(beta=0.0), {"policy": 3, "old_policy": 3}),
     "clipped": (CLIPPED, SCORED_BEFORE),
     "normalized": (dict(normalize_advantages=True, reward_clip_range=(0.2, 0.7)), EACH_ONCE),
@@ -141,10 +162,10 @@ FALLEN_BACK = {("policy", "stock"): 4, ("old_policy", "stock"): 2, ("reference",
 
 def harness(trainer_class: type, **attributes) -> Harness:
     def build(directory, model, reference=None, **options):
-        return build_group(directory, model, trainer_class, **{"reference": reference, **options})
+        return build_group(directory, model, **{"trainer_class": trainer_class, "reference": reference, **options})
 
     def train(directory, model, reference=None, **options):
-        return train_group(directory, model, trainer_class, **{"reference": reference, **options})
+        return train_group(directory, model, **{"trainer_class": trainer_class, "reference": reference, **options})
 
     return Harness(
         name=NAMES[trainer_class],

@@ -2,6 +2,7 @@
 
 from peft import PromptTuningConfig
 from trl import KTOTrainer
+from trl.experimental.kto import KTOTrainer as Experimental
 
 from fastdpo.integrations.scored_rows import merged
 from fastdpo.integrations.trl import kto
@@ -22,6 +23,14 @@ def long_rows() -> list[dict]:
         {**row, "completion": " ".join([row["completion"]] * (1 + i % 3)), "prompt": row["prompt"] * (1 + i % 2)}
         for i, row in enumerate(rows(20, seed=3))
     ]
+
+
+class ScaledKL(KTOTrainer):
+    """Scales the log-probabilities of the KL term, for policy and reference, in calls of their own."""
+
+    def _compute_kl_logps(self, model, batch):
+        logps = super()._compute_kl_logps(model, batch)
+        return None if logps is None else 2 * logps
 
 
 # option: (changed arguments, number of calls of each kind)
@@ -62,6 +71,8 @@ OPTIONS = {
     # memory
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
     "checkpointing_adapter": (dict(gradient_checkpointing=True, **adapter()), FULL),
+    "scaled KL term": (dict(trainer_class=ScaledKL), dict(policy=6, reference=6)),
+    "experimental name": (dict(trainer_class=Experimental), FULL),
     "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=2, reference=1)),
 }
 

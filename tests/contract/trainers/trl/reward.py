@@ -1,5 +1,7 @@
 """TRL's RewardTrainer."""
 
+from trl import RewardTrainer
+
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FUSED, STOCK, kind
@@ -19,6 +21,14 @@ def implicit_prompts(n: int) -> list[dict]:
 
 FULL = dict(policy=3)
 
+
+class SquaredScores(RewardTrainer):
+    """A loss of its own, which is computed from fused calls, too."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs, use_cache=False).logits.square().mean()
+
+
 OPTIONS = {
     "explicit_prompts": (dict(), FULL),
     "implicit_prompts": (dict(data=implicit_prompts(16)), FULL),
@@ -35,6 +45,7 @@ OPTIONS = {
     "adapter_without_score": (adapter(task_type=None), FULL),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
     "checkpointing_adapter": (dict(gradient_checkpointing=True, **adapter()), FULL),
+    "squared scores": (dict(trainer_class=SquaredScores), FULL),
     "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1)),
 }
 

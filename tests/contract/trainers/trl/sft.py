@@ -18,6 +18,19 @@ def texts(n: int, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": row["prompt"] + row["completion"]} for row in rows(n, seed)]
 
 
+class Scaled(SFTTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Shortened(SFTTrainer):
+    """Changes labels that come from the collator, by a write that raises no version."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        inputs["labels"].data[:, -3:] = -100
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
 # option: (changed arguments, number of calls of each kind)
 OPTIONS = {
     "completions": (dict(), FULL),
@@ -38,6 +51,8 @@ OPTIONS = {
     "adapter": (dict(evaluate=4, **ADAPTER), dict(policy=3, eval=1)),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
     "checkpointing_adapter": (dict(gradient_checkpointing=True, **ADAPTER), FULL),
+    "scaled loss": (dict(trainer_class=Scaled), FULL),
+    "labels written to unseen": (dict(trainer_class=Shortened), FULL),
     "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1)),
 }
 
