@@ -4,7 +4,8 @@ forward.
 Nothing in this package knows of a trainer. Each call of a model crosses
 
     forward.py       replaces the forward of a model, and has the functions that integrations call
-    state.py         the options of a fused forward, and what has been found out about its model
+    state.py         the options of a fused forward, and what has been found out about its model,
+                     and why its calls fall back, which it logs
     deciding.py      whether a call runs packed, padded or falls back, and why
     structure.py     whether the model is as it was when it was examined, with attachments.py (hooks and
                      forwards of others) and contents.py (what modules keep in their attributes)

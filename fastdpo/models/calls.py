@@ -78,7 +78,7 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
 
 @contextmanager
 def counting_calls_as(kind: str) -> Iterator[None]:
-    """Counts all model calls of the block as "policy", "reference" or "eval"."""
+    """Counts all model calls of the block as one kind (see `calls`)."""
     token = _kind_of_calls.set(kind)
     try:
         yield

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import packing
-from ..logs import report, strict, warn
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import adapters, attention, calls, head, images, sharding, support
+from . import adapters, attention, head, images, sharding, support
 from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
 from .examine import probe
 from .examine.probe import ProbeResult
@@ -82,7 +81,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         if reason is not None:
             restore(model, fused)
             route = route._replace(batch=None, reason=reason)
-    _count(model, fused, route, kwargs.get("input_ids", args[0] if args else None))
+    fused.count(model, kwargs.get("input_ids", args[0] if args else None), *route)
     return route.batch
 
 
@@ -104,20 +103,6 @@ def _route(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
     runs_padded = sharding.is_sharded(model) and (fused.prior_scores or call_reason is None)
     return Route(_padded(fused, verdict, args, kwargs) if runs_padded else None, own=own)
-
-
-def _count(model: PreTrainedModel, fused: FusedForward, route: Route, ids: object) -> None:
-    """Counts a call and its tokens, and logs why it falls back."""
-    batch, reason, own = route
-    integration, kind = fused.options.integration, kind_of_call(model, fused)
-    calls.calls[integration, kind, "stock" if batch is None else "fused" if own is None else "padded"] += 1
-    if isinstance(ids, Tensor):
-        used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
-        calls.count_tokens(integration, ids.numel(), *used)
-    if reason is not None or own is not None:
-        log_once(fused, cast(Reason, reason or own), kind)
-    if own is None:
-        _note_model(fused, kind, reason)
 
 
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
@@ -180,7 +165,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     replays = False
     if fused.options.compile or fused.options.graphs:
         obstacle = _obstacle(model, fused, routes) if given is None else "is given images"
-        kind = kind_of_call(model, fused)
+        kind = fused.kind_of_call(model)
         replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
 
     def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
@@ -417,52 +402,3 @@ def _installing_reason(model: PreTrainedModel, fused: FusedForward) -> Reason | 
     finally:
         head.restore(head.head_of(model))
     return None
-
-
-def kind_of_call(model: PreTrainedModel, fused: FusedForward) -> str:
-    """The kind that a call is counted as (see `calls.calls`)."""
-    kind = calls.kind_of_calls()
-    if kind is not None:
-        return kind
-    if fused.options.role == "reward":
-        return "reward"
-    if fused.options.role == "reference" or _adapter_is_reference(model, fused):
-        return "reference"
-    if torch.is_grad_enabled():
-        return "policy"
-    return fused.options.kind_without_gradient if model.training else "eval"
-
-
-def _adapter_is_reference(model: PreTrainedModel, fused: FusedForward) -> bool:
-    """Whether PEFT's adapters are disabled, or switched to the copy that TRL names "ref"."""
-    if "peft" not in sys.modules:
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = cast("list[BaseTunerLayer]", fused.structure.modules_of(model, BaseTunerLayer))
-    return bool(layers) and (layers[0].disable_adapters or "ref" in layers[0].active_adapters)
-
-
-def log_once(fused: FusedForward, reason: Reason, kind: str = "") -> None:
-    """Reports that a call of a kind falls back: each reason once, and once more if such calls were fused before. In
-    strict mode, raises each time.
-    """
-    role = _role(fused, kind)
-    has_changed = role in fused.reasons and fused.reasons[role] is None and (role, reason) not in fused.logged
-    if strict() or has_changed or reason not in {logged for _, logged in fused.logged}:
-        fused.logged.add((role, reason))
-        report(f"{fused.options.integration} ({role}): not fused, {reason.named}")
-
-
-def _note_model(fused: FusedForward, kind: str, reason: Reason | None) -> None:
-    """Notes why calls of a kind fall back, whatever they are given, and logs once that they are fused again."""
-    role = _role(fused, kind)
-    if reason is None and fused.reasons.get(role) is not None and (role, None) not in fused.logged:
-        fused.logged.add((role, None))
-        warn(f"{fused.options.integration} ({role}): fused again")
-    fused.reasons[role] = reason
-
-
-def _role(fused: FusedForward, kind: str) -> str:
-    """The role of a model in a call of a kind: a policy may be its own reference."""
-    return "reference" if kind == "reference" else fused.options.role

@@ -21,7 +21,7 @@ from torch import nn
 from ..reasons import Reason
 from . import deciding, facts, pickling, support
 from .calls import calls
-from .deciding import device_of, kind_of_call, log_once
+from .deciding import device_of
 from .functions import autocast_of
 from .parts import find_base, input_device_of, text_config
 from .running import Runner
@@ -70,7 +70,7 @@ def install(
     runner = Runner(options.integration, options.role, options.compile, options.graphs)
     fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, runner, state_of(model))
     if reason is not None:
-        log_once(fused, reason)
+        fused.log_once(reason)
 
     def forward(self, *args, fused_lm_head=False, **kwargs):
         fused = cast(FusedForward, state_of(self))  # not from the closure: a deep copy of the model has its own
@@ -193,9 +193,9 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     base, fused = cast("PreTrainedModel", find_base(model)), cast(FusedForward, _find(model, integration))
     fused.was_called = True
     fused.is_awaited = not fused.was_examined(base) and is_sharded(base)
-    kind = kind_of_call(base, fused)
+    kind = fused.kind_of_call(base)
     calls[integration, kind, "stock"] += 1
-    log_once(fused, fused.unsupported_reason() or reason, kind)
+    fused.log_once(fused.unsupported_reason() or reason, kind)
 
 
 def _find(model: nn.Module, integration: str) -> FusedForward | None:

@@ -1,9 +1,10 @@
-"""The state of a model's fused forward: its options, what has been found out about the model, and which
-parts of the model have been replaced.
+"""The state of a model's fused forward: its options, what has been found out about the model, which parts of the model
+have been replaced, and which of its calls have been logged.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..logs import report, strict, warn
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, head, pickling, sharding
+from . import attention, calls, head, pickling, sharding
 from .examine.probe import LeftPadding, ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
 from .mixers import finding
@@ -283,6 +285,69 @@ class FusedForward:
     def lasting_reason_of(self, model: PreTrainedModel) -> Reason | None:
         """`lasting_reason`, or that the model is a copy of the one that this is the state of."""
         return self.lasting_reason or (None if model in MODELS else Reason("copied-model"))
+
+    def count(
+        self,
+        model: PreTrainedModel,
+        ids: object,
+        batch: RunnableBatch | None,
+        reason: Reason | None,
+        own: Reason | None,
+    ) -> None:
+        """Counts a call with these ids, and logs why it falls back. The other arguments are those of a `Route`."""
+        integration, kind = self.options.integration, self.kind_of_call(model)
+        calls.calls[integration, kind, "stock" if batch is None else "fused" if own is None else "padded"] += 1
+        if isinstance(ids, Tensor):
+            used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
+            calls.count_tokens(integration, ids.numel(), *used)
+        if reason is not None or own is not None:
+            self.log_once(cast(Reason, reason or own), kind)
+        if own is None:
+            self._note_model(kind, reason)
+
+    def kind_of_call(self, model: PreTrainedModel) -> str:
+        """The kind that a call is counted as (see `calls.calls`)."""
+        kind = calls.kind_of_calls()
+        if kind is not None:
+            return kind
+        if self.options.role == "reward":
+            return "reward"
+        if self.options.role == "reference" or self._adapter_is_reference(model):
+            return "reference"
+        if torch.is_grad_enabled():
+            return "policy"
+        return self.options.kind_without_gradient if model.training else "eval"
+
+    def _adapter_is_reference(self, model: PreTrainedModel) -> bool:
+        """Whether PEFT's adapters are disabled, or switched to the copy that TRL names "ref"."""
+        if "peft" not in sys.modules:
+            return False
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = cast("list[BaseTunerLayer]", self.structure.modules_of(model, BaseTunerLayer))
+        return bool(layers) and (layers[0].disable_adapters or "ref" in layers[0].active_adapters)
+
+    def log_once(self, reason: Reason, kind: str = "") -> None:
+        """Reports that a call of a kind falls back: each reason once, and once more if such calls were fused before. In
+        strict mode, raises each time.
+        """
+        role = self._role(kind)
+        has_changed = role in self.reasons and self.reasons[role] is None and (role, reason) not in self.logged
+        if strict() or has_changed or reason not in {logged for _, logged in self.logged}:
+            self.logged.add((role, reason))
+            report(f"{self.options.integration} ({role}): not fused, {reason.named}")
+
+    def _note_model(self, kind: str, reason: Reason | None) -> None:
+        """Notes why calls of a kind fall back, whatever they are given, and logs once that they are fused again."""
+        role = self._role(kind)
+        if reason is None and self.reasons.get(role) is not None and (role, None) not in self.logged:
+            self.logged.add((role, None))
+            warn(f"{self.options.integration} ({role}): fused again")
+        self.reasons[role] = reason
+
+    def _role(self, kind: str) -> str:
+        """The role of a model in a call of a kind: a policy may be its own reference."""
+        return "reference" if kind == "reference" else self.options.role
 
 
 MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
