@@ -196,6 +196,10 @@ def require_targets(op: str, targets: Tensor, shape: Sequence[int]) -> None:
     require(tuple(targets.shape) == tuple(shape), op, "targets", "have shape {}", list(targets.shape), list(shape))
 
 
+def require_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    require(tuple(tensor.shape) == tuple(shape), op, argument, "be {}", list(tensor.shape), list(shape))
+
+
 def require_transform(op: str, softcap: float | None, logit_scale: float, temperature: float) -> None:
     require_positive(op, "softcap", softcap, optional=True)
     require_finite(op, "logit_scale", logit_scale)

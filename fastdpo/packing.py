@@ -15,13 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import checks
+from . import checks, row_forms
 from .prefix_tree import Branch, prefix_tree
 from .reasons import Reason
-from .row_forms import pairs_of, require_ids
+from .row_forms import IGNORE_INDEX
 
-IGNORE_INDEX = -100
-MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 ON_HOST = ("rows", "label_bounds")  # the tensors of a layout that stay on the CPU
 
 Ints = NDArray[np.int64]
@@ -104,7 +102,7 @@ class Layout:
         """
         checks.require_tensors("Layout.pack", padded=padded)
         checks.require_values("Layout.pack", padded=padded)
-        _require_shape("Layout.pack", "padded", padded, self.padded_shape)
+        checks.require_shape("Layout.pack", "padded", padded, self.padded_shape)
         return padded.reshape(-1)[self.token_index][None]
 
     def unpack(self, scored: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ class Layout:
         """
         checks.require_tensors("Layout.unpack", scored=scored)
         if scored.shape != self.output_index.shape:
-            _require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
+            checks.require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
             scored = scored.index_select(0, self.output_source)
         checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
@@ -162,7 +160,7 @@ def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, sha
         ValueError: the number of rows is odd, or as in `pack`.
         TypeError, NotPackable: as in `pack`.
     """
-    _require_batch("pack_pairs", input_ids, attention_mask, labels)
+    row_forms.require_batch("pack_pairs", input_ids, attention_mask, labels)
     checks.require_flags("pack_pairs", share=share)
     if len(input_ids) % 2:
         raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
@@ -213,39 +211,22 @@ def pack(
         NotPackable: an attention mask has holes, a label is scored by a padding position, or no
             token is real.
     """
-    _require_batch("pack", input_ids, attention_mask, labels)
+    row_forms.require_batch("pack", input_ids, attention_mask, labels)
+    row_forms.require_form("pack", groups, reach, tokens, n_rows=len(input_ids))
     checks.require_flags("pack", shifted=shifted, store_all=store_all, count_padding=count_padding)
-    if isinstance(groups, str):
-        rule = 'be a tensor, "prompts", "content", "pairs" or None'
-        checks.require(groups in ("prompts", "content", "pairs"), "pack", "groups", rule, repr(groups))
-    elif groups is not None:
-        checks.require_tensors("pack", groups=groups)
-        checks.require_values("pack", groups=groups)
-        _require_shape("pack", "groups", groups, input_ids.shape[:1])
-        checks.require_ints("pack", groups=groups)
-    for name, number in (("reach", reach), ("tokens", None if callable(tokens) else tokens)):
-        if number is not None:
-            checks.require_integer("pack", name, number, "be an int or None")
-
     if 0 in input_ids.shape:
         raise NotPackable(Reason("no-tokens"))
-
     device = input_ids.device
     on_host = to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
     ids, real, targets = (x.numpy() for x in on_host)
-    is_mask = real.dtype == np.bool_ or not (real > 1).any()
-    rule = "be bool, int, or floating point with values 0 and 1"
-    checks.require(is_mask, "pack", "attention_mask", rule, "another value")
     scored = targets != IGNORE_INDEX  # [R, W]
     target = targets[scored]  # [M]
-    if (target < 0).any():
-        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids; got {target.min()}")
-    if (target > MAX_ID).any():
-        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids below 2**31; got {target.max()}")
-    require_ids("pack", ids, targets, scored, shifted)
+    row_forms.require_host_values("pack", real, target)
+    row_forms.require_ids("pack", ids, targets, scored, shifted)
+
+    # The tokens of each row that are stored, and the rows before it that hold the first of them.
     offset, need = _extents(real != 0, scored, store_all)
     n_rows, length = ids.shape
-
     row = np.flatnonzero(need)  # [S] rows of the padded batch
     stored = [ids[i, offset[i] : offset[i] + need[i]] for i in row]
     first_of: dict[object, int] = {}
@@ -256,32 +237,17 @@ def pack(
     order = sorted(range(len(row)), key=lambda i: (group_of[i], tree[i].root))  # rows that share are neighbours
     paths = _paths(stored, tree, order)  # [S, longest]
 
+    # The packed tokens, and what attention sees of them.
     row, shared = row[order], np.array([tree[i].shared for i in order])
     own_length = need[row] - shared
     own_start = own_length.cumsum() - own_length
     last = paths[order, shared - 1]
-    n_tokens = own_length.sum()
-    position_ids = np.arange(n_tokens) - np.repeat(own_start - shared, own_length)  # [T]
+    position_ids = np.arange(own_length.sum()) - np.repeat(own_start - shared, own_length)  # [T]
     token_index = np.repeat(row * length + offset[row], own_length) + position_ids
     position_ids = token_index % length if count_padding else position_ids
     prefix = np.where(shared > 0, last - shared + 1, own_start)
     rows = np.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
     multiplicity = np.bincount(paths[paths >= 0])
-    reach = reach or 0
-    is_short = position_ids.max() < reach - 1
-    least = int(n_tokens + is_short)
-    size = tokens(least) if callable(tokens) else least if tokens is None else tokens
-    checks.require(size >= least, "pack", "tokens", "be at least {} for this batch", size, least)
-    idle = size - n_tokens
-    if idle:
-        starts = np.arange(0, idle, need.max()) + n_tokens
-        lengths = np.diff(starts, append=n_tokens + idle)
-        rows = np.append(rows, np.stack([starts, np.zeros_like(starts), starts, lengths], 1), 0)
-        token_index = np.append(token_index, np.resize(token_index, idle))
-        position_ids = np.append(position_ids, np.arange(idle) % need.max())
-        multiplicity = np.append(multiplicity, np.zeros(idle, dtype=np.int64))
-        if is_short:
-            position_ids[-1] = reach - 1
 
     # Every scored (row, column) of the output, and the packed position that scores it.
     output_index, counts = np.flatnonzero(scored), scored.sum(1)  # [M], [R]
@@ -291,6 +257,8 @@ def pack(
     packed = paths[np.repeat(place, counts), output_index - np.repeat(first, counts)]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
+    packed_tokens = _filled((token_index, position_ids, rows, multiplicity), reach or 0, tokens, need.max())
+    token_index, position_ids, rows, multiplicity = packed_tokens
     arrays = token_index, position_ids, rows.astype(np.int32), score_index, score_targets, output_index, output_source
     layout = Layout(
         *map(torch.from_numpy, arrays),
@@ -337,22 +305,13 @@ def _bounds(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def _require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
-    tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-    checks.require_tensors(op, **tensors)
-    checks.require_values(op, **tensors)
-    shape = list(input_ids.shape)
-    for name, tensor in tensors.items():
-        of_ids = tensor.shape == input_ids.shape
-        checks.require(of_ids, op, name, "have the shape of input_ids {}", list(tensor.shape), shape)
-    checks.require(len(shape) == 2, op, "input_ids", "be [R, L]", shape)
-    checks.require_ints(op, input_ids=input_ids, labels=labels)
-    checks.require_real(op, attention_mask=attention_mask)
-    checks.require_same_device(op, **tensors)
-
-
-def _require_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    checks.require(tuple(tensor.shape) == tuple(shape), op, argument, "be {}", list(tensor.shape), list(shape))
+def to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors on the CPU, in at most one copy from the device."""
+    if ids.device.type == "cpu":
+        return ids.long(), real, targets.long()
+    sizes = [ids.numel(), real.numel(), targets.numel()]
+    flat = torch.cat([x.reshape(-1).long() for x in (ids, real, targets)]).cpu().split(sizes)
+    return flat[0].view(ids.shape), flat[1].view(real.shape), flat[2].view(targets.shape)
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
@@ -402,7 +361,7 @@ def _groups_of_rows(
     if groups in ("prompts", "pairs"):  # the tokens up to the position that scores the first label
         ends = _span(scored)[0] + 1
         prompts = [ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))]
-        return prompts if groups == "prompts" else pairs_of(prompts)
+        return prompts if groups == "prompts" else row_forms.pairs_of(prompts)
     return range(len(ids)) if groups is None else [0] * len(ids)
 
 
@@ -441,10 +400,28 @@ def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[
     return np.append(packed[unshared], key // base), np.append(target[unshared], key % base), source
 
 
-def to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors on the CPU, in at most one copy from the device."""
-    if ids.device.type == "cpu":
-        return ids.long(), real, targets.long()
-    sizes = [ids.numel(), real.numel(), targets.numel()]
-    flat = torch.cat([x.reshape(-1).long() for x in (ids, real, targets)]).cpu().split(sizes)
-    return flat[0].view(ids.shape), flat[1].view(real.shape), flat[2].view(targets.shape)
+def _filled(
+    packed: tuple[Ints, Ints, Ints, Ints],
+    reach: int,
+    tokens: int | Callable[[int], int] | None,
+    longest: int,
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """token_index [T], position_ids [T], rows [S, 4] and multiplicity [T] of a layout, with further tokens in rows of
+    their own of up to `longest` tokens. The arguments are those of `pack`.
+    """
+    token_index, position_ids, rows, multiplicity = packed
+    n_tokens, is_short = len(token_index), position_ids.max() < reach - 1
+    least = int(n_tokens + is_short)
+    size = tokens(least) if callable(tokens) else least if tokens is None else tokens
+    checks.require(size >= least, "pack", "tokens", "be at least {} for this batch", size, least)
+    idle = size - n_tokens
+    if not idle:
+        return packed
+    starts = np.arange(0, idle, longest) + n_tokens
+    lengths = np.diff(starts, append=size)
+    rows = np.append(rows, np.stack([starts, np.zeros_like(starts), starts, lengths], 1), 0)
+    token_index = np.append(token_index, np.resize(token_index, idle))
+    position_ids = np.append(position_ids, np.arange(idle) % longest)
+    if is_short:
+        position_ids[-1] = reach - 1
+    return token_index, position_ids, rows, np.append(multiplicity, np.zeros(idle, dtype=np.int64))

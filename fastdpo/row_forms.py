@@ -1,13 +1,69 @@
-"""Checks on the host that rows have the form that the caller has named: the order of pairs, the shift of labels."""
+"""Checks of the arguments of `packing.pack`: their form, and on the host what they hold, such as whether rows have the
+form that the caller has named: the order of pairs, the shift of labels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from . import checks
+
+IGNORE_INDEX = -100
+MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 
 Ints = NDArray[np.int64]
+
+
+def require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
+    tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+    checks.require_tensors(op, **tensors)
+    checks.require_values(op, **tensors)
+    shape = list(input_ids.shape)
+    for name, tensor in tensors.items():
+        of_ids = tensor.shape == input_ids.shape
+        checks.require(of_ids, op, name, "have the shape of input_ids {}", list(tensor.shape), shape)
+    checks.require(len(shape) == 2, op, "input_ids", "be [R, L]", shape)
+    checks.require_ints(op, input_ids=input_ids, labels=labels)
+    checks.require_real(op, attention_mask=attention_mask)
+    checks.require_same_device(op, **tensors)
+
+
+def require_form(
+    op: str, groups: Tensor | str | None, reach: int | None, tokens: int | Callable[[int], int] | None, n_rows: int
+) -> None:
+    """The arguments are those of `packing.pack`, for this number of rows."""
+    if isinstance(groups, str):
+        rule = 'be a tensor, "prompts", "content", "pairs" or None'
+        checks.require(groups in ("prompts", "content", "pairs"), op, "groups", rule, repr(groups))
+    elif groups is not None:
+        checks.require_tensors(op, groups=groups)
+        checks.require_values(op, groups=groups)
+        checks.require_shape(op, "groups", groups, [n_rows])
+        checks.require_ints(op, groups=groups)
+    for name, number in (("reach", reach), ("tokens", None if callable(tokens) else tokens)):
+        if number is not None:
+            checks.require_integer(op, name, number, "be an int or None")
+
+
+def require_host_values(op: str, real: NDArray[np.integer | np.bool_], target: Ints) -> None:
+    """Raises an error if a mask is not one of 0 and 1, or a target is no id.
+
+    Args:
+        op: the public function, for its error message.
+        real: [R, L] where tokens are real, 2 for another value of the mask.
+        target: [M] the ids that are scored.
+    """
+    is_mask = real.dtype == np.bool_ or not (real > 1).any()
+    rule = "be bool, int, or floating point with values 0 and 1"
+    checks.require(is_mask, op, "attention_mask", rule, "another value")
+    if (target < 0).any():
+        raise ValueError(f"{op}: labels must be {IGNORE_INDEX} or token ids; got {target.min()}")
+    if (target > MAX_ID).any():
+        raise ValueError(f"{op}: labels must be {IGNORE_INDEX} or token ids below 2**31; got {target.max()}")
 
 
 def require_ids(op: str, ids: Ints, targets: Ints, scored: NDArray[np.bool_], shifted: bool) -> None:

@@ -35,7 +35,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "atomic_files": set(),
     "checks": set(),
     "reasons": set(),
-    "row_forms": set(),
+    "row_forms": {"checks"},
     "packing": {"checks", "prefix_tree", "reasons", "row_forms"},
     "distributed": set(),
     "logs": set(),

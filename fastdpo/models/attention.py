@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,29 +28,22 @@ from ..ops.attention import routes
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
+from .implementations import (
+    FLASH_IMPLEMENTATIONS,
+    HUB_REPOSITORIES,
+    PREFIX,
+    implementation,
+    packed_name,
+    present,
+    prior_of,
+    repository,
+)
 from .mixers import running
 from .mixers.running import Witness
 from .parts import language_model, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HUB_REPOSITORIES = tuple(
-    f"kernels-community/{name}"
-    for name in ("flash-attn", "flash-attn2", "flash-attn3", "vllm-flash-attn3", "flash-attn4", "aiter-flash-attn")
-)
-"""Builds of flash attention on the Kernels Hub. transformers takes some of them where flash attention is requested and
-its package is not installed.
-"""
-
-FLASH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", *HUB_REPOSITORIES)
-SUPPORTED_PRIORS = ("sdpa", "eager", *FLASH_IMPLEMENTATIONS)
-"""Attention implementations that `switch` can replace, without the revision of a repository."""
-
-_PREFIX = "fastdpo_"
-_SHORT = {"flash_attention_": "fa"}
-_SHORT_IN_REPOSITORIES = {"/": "~~", "flash": "f~sh"}
-"""For a name that contains "flash" or a slash, transformers looks for a package or on the Hub."""
 
 IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """Arguments that some model families pass to their attention and that
@@ -81,29 +73,8 @@ def witness() -> Iterator[Witness]:
         running.witness.reset(token)
 
 
-class _Name(str):
-    """The name of a packed attention. Copies and pickles of a configuration hold the prior name
-    instead.
-
-    A copy of a model is not switched, and another process has not registered the packed attention.
-
-    The compiler of torch 2.11 finds it in a dictionary only if it is the key itself (see `_packed_name`), and traces
-    those of its methods that are written in Python.
-    """
-
-    __slots__ = ()
-
-    def startswith(self, prefix: str | tuple[str, ...], *bounds: int) -> bool:
-        if isinstance(prefix, str) and len(prefix) <= len(_PREFIX) and not bounds:
-            return _PREFIX.startswith(prefix)
-        return super().startswith(prefix, *bounds)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (_prior_of(self),)
-
-
 def is_switched(model: PreTrainedModel) -> bool:
-    return (_current(model) or "").startswith(_PREFIX)
+    return (present(model) or "").startswith(PREFIX)
 
 
 def switch(model: PreTrainedModel) -> None:
@@ -119,13 +90,13 @@ def switch(model: PreTrainedModel) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     prior = implementation(model)
-    if _repository(prior) in HUB_REPOSITORIES:
+    if repository(prior) in HUB_REPOSITORIES:
         _use_loaded_build(prior)
-    name = _packed_name(prior)
+    name = packed_name(prior)
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     language_model(model).set_attn_implementation(name)
-    current = _current(model)
+    current = present(model)
     if current != name:
         raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
     _hooks_of_mixers().switch(model)
@@ -144,8 +115,8 @@ def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
     read = {id(x): x for x in (text_config(model), *map(_config_of, language_model(model).modules()))}
     for number in read.keys() - {id(_config_of(module)) for module in kept}:
         name = getattr(read[number], "_attn_implementation", None) or ""
-        if name.startswith(_PREFIX):
-            read[number]._attn_implementation = _prior_of(name)
+        if name.startswith(PREFIX):
+            read[number]._attn_implementation = prior_of(name)
     _hooks_of_mixers().restore(model, kept)
 
 
@@ -171,65 +142,8 @@ def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
     }
 
 
-def _config_of(module: nn.Module) -> Any:
-    """The configuration that a module looks up its attention in, or None."""
-    return vars(module).get("config")
-
-
-def _hooks_of_mixers() -> ModuleType:
-    """Imported late: it imports Dynamo and, by that, Triton."""
-    from .mixers import hooks
-
-    return hooks
-
-
-def implementation(model: PreTrainedModel) -> str:
-    """The model's attention implementation, or the one that it had before `switch`."""
-    return _prior_of(_current(model) or "eager")
-
-
-def _current(model: PreTrainedModel) -> str | None:
-    return text_config(model)._attn_implementation
-
-
-def is_supported(prior: str) -> bool:
-    """Whether `switch` can replace an attention implementation."""
-    return _repository(prior) in SUPPORTED_PRIORS
-
-
-def _repository(name: str) -> str:
-    """A name without the revision and the function that may follow that of a repository."""
-    return name.partition(":")[0].partition("@")[0].strip()
-
-
-def _use_loaded_build(prior: str) -> None:
-    """Makes the build that transformers has loaded for an implementation a backend of packed attention."""
-    from transformers import modeling_flash_attention_utils as loaded
-
-    function = getattr(loaded, "_flash_varlen_fn", None)
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    if getattr(loaded, "_loaded_implementation", None) == prior and module is not None:
-        use_build(module)
-
-
-@cache
-def _packed_name(prior: str) -> _Name:
-    for long, short in (_SHORT_IN_REPOSITORIES if "/" in prior else _SHORT).items():
-        prior = prior.replace(long, short)
-    return _Name(_PREFIX + prior)
-
-
-def _prior_of(name: str) -> str:
-    if not name.startswith(_PREFIX):
-        return name
-    prior = name.removeprefix(_PREFIX)
-    for long, short in (_SHORT_IN_REPOSITORIES if _SHORT_IN_REPOSITORIES["/"] in prior else _SHORT).items():
-        prior = prior.replace(short, long)
-    return prior
-
-
 def _attention(prior: str) -> Callable:
-    is_flash = _repository(prior) in FLASH_IMPLEMENTATIONS
+    is_flash = repository(prior) in FLASH_IMPLEMENTATIONS
 
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
         packed = is_layout(attention_mask)
@@ -248,48 +162,6 @@ def _attention(prior: str) -> Callable:
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward
-
-
-def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if prior == "eager":  # each modeling file has its own; the subclass that FSDP2 creates lies in another file
-        files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-        forward = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
-        return forward(module, *args, **kwargs)
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if _repository(prior) in FLASH_IMPLEMENTATIONS:  # they read the implementation's name from the configuration
-        module = _WithAttributes(module, config=_WithAttributes(module.config, _attn_implementation=prior))
-    return ALL_ATTENTION_FUNCTIONS[prior](module, *args, **kwargs)
-
-
-class _WithAttributes:
-    """A view of an object in which some attributes have other values."""
-
-    def __init__(self, base: object, **attributes: object) -> None:
-        self.__dict__.update(attributes, _base=base)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
-
-
-def _in_flash_dtype(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
-    """Casts as transformers does for flash attention: layers in float32 may return a wider dtype."""
-    from transformers.integrations import flash_attention
-
-    dtype = getattr(flash_attention, "get_target_dtype", _target_dtype)(tensors[0], module)
-    return (x if dtype is None else x.to(dtype) for x in tensors)
-
-
-def _target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
-    """What `get_target_dtype` returns, which transformers 4 does not have: a dtype if the query is in float32."""
-    if query.dtype != torch.float32:
-        return None
-    if torch.is_autocast_enabled(query.device.type):
-        return torch.get_autocast_dtype(query.device.type)
-    config: Any = module.config
-    if hasattr(config, "_pre_quantization_dtype"):  # quantized layers may be of another class
-        return config._pre_quantization_dtype
-    return next(layer for layer in module.modules() if isinstance(layer, nn.Linear)).weight.dtype
 
 
 def _packed_forward(
@@ -320,3 +192,67 @@ def _packed_forward(
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options = {"scale": scaling, "window": sliding_window, "softcap": softcap}
     return packed_attention(query, key, value, layout.flatten(0, 2), sinks=s_aux, **options).unsqueeze(0)
+
+
+def _in_flash_dtype(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
+    """Casts as transformers does for flash attention: layers in float32 may return a wider dtype."""
+    from transformers.integrations import flash_attention
+
+    dtype = getattr(flash_attention, "get_target_dtype", _target_dtype)(tensors[0], module)
+    return (x if dtype is None else x.to(dtype) for x in tensors)
+
+
+def _target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
+    """What `get_target_dtype` returns, which transformers 4 does not have: a dtype if the query is in float32."""
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config: Any = module.config
+    if hasattr(config, "_pre_quantization_dtype"):  # quantized layers may be of another class
+        return config._pre_quantization_dtype
+    return next(layer for layer in module.modules() if isinstance(layer, nn.Linear)).weight.dtype
+
+
+def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if prior == "eager":  # each modeling file has its own; the subclass that FSDP2 creates lies in another file
+        files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+        forward = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+        return forward(module, *args, **kwargs)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if repository(prior) in FLASH_IMPLEMENTATIONS:  # they read the implementation's name from the configuration
+        module = _WithAttributes(module, config=_WithAttributes(module.config, _attn_implementation=prior))
+    return ALL_ATTENTION_FUNCTIONS[prior](module, *args, **kwargs)
+
+
+class _WithAttributes:
+    """A view of an object in which some attributes have other values."""
+
+    def __init__(self, base: object, **attributes: object) -> None:
+        self.__dict__.update(attributes, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def _use_loaded_build(prior: str) -> None:
+    """Makes the build that transformers has loaded for an implementation a backend of packed attention."""
+    from transformers import modeling_flash_attention_utils as loaded
+
+    function = getattr(loaded, "_flash_varlen_fn", None)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if getattr(loaded, "_loaded_implementation", None) == prior and module is not None:
+        use_build(module)
+
+
+def _config_of(module: nn.Module) -> Any:
+    """The configuration that a module looks up its attention in, or None."""
+    return vars(module).get("config")
+
+
+def _hooks_of_mixers() -> ModuleType:
+    """Imported late: it imports Dynamo and, by that, Triton."""
+    from .mixers import hooks
+
+    return hooks

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
-from . import attention, head
+from . import head, implementations
 from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
 from .contents import (
     Container,
@@ -142,7 +142,7 @@ class Identity:
         configs = {
             id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
         }
-        implementation = attention.implementation(model)
+        implementation = implementations.implementation(model)
         self.kinds = hash(tuple(map(type, self.modules)))
         self.code = hash((implementation, *(x.hash for x in parts), *map(configuration_entries, configs.values())))
         hooks, hooked = hook_identities(hooks_of_every_module()), set(self._hooked)

@@ -125,17 +125,18 @@ class RewrittenDPOLine(PaddedBudgetLine):
             labels_from(source, inputs["input_ids"]),
             of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
             self.scoring(trainer, inputs, return_outputs),
-            self._with_reference(trainer, inputs) as inputs,
+            nullcontext(inputs) if state.budget is None else self._with_reference(trainer, inputs) as inputs,
         ):
-            return stock(trainer, self.noting(trainer, model), inputs, return_outputs, *args, **kwargs)
+            scored = model if state.budget is None else self.noting(trainer, model)
+            return stock(trainer, scored, inputs, return_outputs, *args, **kwargs)
 
     @contextmanager
     def _with_reference(self, trainer: DPOTrainer, inputs: Batch) -> Iterator[Batch]:
         """While a step is cut, yields a batch with the log-probabilities of the reference, which TRL takes from there
         during the block.
         """
-        budget = self.budget_of(trainer)
-        if budget is None or not budget.is_running or trainer.precompute_ref_logps:
+        budget = self.state_of(trainer).budget
+        if not budget.is_running or trainer.precompute_ref_logps:
             yield inputs
             return
         logps = budget.known or dict(zip(precompute.VALUES, reference_logps(trainer, inputs), strict=True))
