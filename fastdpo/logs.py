@@ -12,7 +12,9 @@ STRICT = "FASTDPO_STRICT"
 
 
 class NotFused(RuntimeError):
-    """Raised with `FASTDPO_STRICT=1` instead of a fallback. The message holds the reason."""
+    """Raised instead of a fallback, with `FASTDPO_STRICT=1` or where ranks share sequences. The message holds the
+    reason.
+    """
 
 
 def strict() -> bool:

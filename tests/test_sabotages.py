@@ -78,6 +78,9 @@ OTHERS = (
     "parameters written to modules",
     *("policies that run without gradients", "models that torch.compile has wrapped"),
     "ranks choose alike",
+    "the factor of gradients that ranks of a sequence group average",
+    *("the order of rows that ranks of a sequence group exchange", "heads that ranks of a sequence group exchange"),
+    "ranks of a sequence group with other rows",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

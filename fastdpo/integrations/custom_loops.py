@@ -6,19 +6,22 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
+from ..models.functions import module_of
 from ..models.parts import base_of, text_config, unknown_wrapper
 from ..models.scoring import targets_of_call
+from ..models.sequence_group import SequenceGroup
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
@@ -48,6 +51,7 @@ def prepare(
     shifted: bool = False,
     compile: bool = False,
     graphs: bool = False,
+    sequence_group: dist.ProcessGroup | None = None,
 ) -> M:
     """Makes a model score batches by `fastdpo.score`. All other calls of the model behave as before. `disable_adapter`
     and `set_adapter` of a PeftModel do the same as before, in less time.
@@ -64,16 +68,20 @@ def prepare(
         shifted: whether the labels of a batch are shifted already, so that position i holds the token that i predicts.
         compile: compile the decoder layers for packed calls, once for batches of all lengths (see `fastdpo.patch`).
         graphs: replay CUDA graphs of packed calls (see `fastdpo.patch`).
+        sequence_group: the ranks that hold the parts of each batch, for rows that do not fit on one device. All of
+            them call `score` with the same rows, hold an equal number of the packed tokens, and get the results of
+            all. Gradients must be averaged over the group, as DDP and FSDP2 over all ranks do.
 
     Returns:
         The model itself.
 
     Raises:
         TypeError: there is no transformers model in `model`, or a wrapper around it that is not known to return its
-            output, or `shifted`, `compile` or `graphs` is no bool.
+            output, or `shifted`, `compile` or `graphs` is no bool, or `sequence_group` is no process group of this
+            rank.
         ValueError: `groups` or `outputs` have other values, or the model belongs to a patched trainer, whose calls it
             would not take any more.
-        NotFused: with `FASTDPO_STRICT=1`, the model is known not to be supported.
+        NotFused: with `FASTDPO_STRICT=1` or a `sequence_group`, the model is known not to be supported.
     """
     base, wrapper = base_of(model, "prepare"), unknown_wrapper(model)
     rule = "be a transformers model, or one that PEFT, torch or an engine has wrapped: prepare the model inside"
@@ -85,12 +93,23 @@ def prepare(
     checks.require(groups in get_args(Groups), "prepare", "groups", f"be one of {get_args(Groups)}", repr(groups))
     checks.require_flags("prepare", shifted=shifted, compile=compile, graphs=graphs)
     statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))
+    group = _group_of(sequence_group)
     options = ForwardOptions(
         NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile, graphs=graphs
-    )
+    )._replace(sequence_group=group)
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
     switching.install(model)
     return model
+
+
+def _group_of(given: dist.ProcessGroup | None) -> SequenceGroup | None:
+    """The sequence group of a process group. None for one of this rank alone."""
+    if given is None:
+        return None
+    is_own = isinstance(given, dist.ProcessGroup) and given.rank() >= 0
+    rule = "be a process group that this rank belongs to"
+    checks.require(is_own, "prepare", "sequence_group", rule, f"a {type(given).__name__}", error=TypeError)
+    return SequenceGroup.of(given) if given.size() > 1 else None
 
 
 def restore(model: M) -> M:
@@ -153,14 +172,17 @@ def score(
             Also for labels that have the other form, shifted or not, for the model inside of a
             DistributedDataParallel, for an argument that neither this function nor the model has, and for a wrapper
             that returns something else than the output of the model inside.
-        NotFused: with `FASTDPO_STRICT=1`, the call is not fused.
+            Also on all ranks of a `sequence_group` if they were given different rows.
+        NotFused: with `FASTDPO_STRICT=1` or a `sequence_group`, the call is not fused.
     """
     base = base_of(model, "score")
     if not _is_prepared(base):
         raise ValueError(f"score: model must be prepared by fastdpo.prepare(model); got {type(model).__name__}")
+    fused = cast(FusedForward, state_of(base))
     if torch.is_grad_enabled() and model not in _outermost:
         _require_outermost(model, base)
-    fused = cast(FusedForward, state_of(base))
+        if fused.options.sequence_group is not None:
+            _require_averaged(model, fused.options.sequence_group)
     given = labels if labels is not None else shift_labels
     if given is None or (labels is not None and shift_labels is not None):
         raise ValueError("score: labels must be given, or shift_labels in their place; got neither or both")
@@ -212,6 +234,22 @@ def _require_outermost(model: nn.Module, base: nn.Module) -> None:
         rule = "be the DistributedDataParallel around it, without which each rank trains alone"
         checks.require(not is_around, "score", "model", rule, f"the {type(model).__name__} inside")
     _outermost.add(model)
+
+
+def _require_averaged(model: nn.Module, group: SequenceGroup) -> None:
+    """Requires the engine of a model, if it has one, to average gradients over all ranks of a sequence group."""
+    engines: list[tuple[str, Iterable[int]]] = []
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            engines.append((name, dist.get_process_group_ranks(module.process_group)))
+        elif module_of(type(module)).startswith(("deepspeed.", "torch.distributed.fsdp.fully_sharded")):
+            engines.append((name, ()))
+    meshes = {x.device_mesh for x in model.parameters() if x.requires_grad and isinstance(x, DTensor)}
+    engines += [("FSDPModule", mesh.mesh.flatten().tolist()) for mesh in meshes]
+    rule = "be one of DistributedDataParallel or FSDP2 over all ranks of its sequence_group, or of no engine"
+    for name, ranks in engines:
+        checks.require(group.is_within(ranks), "score", "model", rule, f"a {name} that does not average over them")
 
 
 @functools.cache

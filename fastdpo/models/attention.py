@@ -28,6 +28,7 @@ from ..ops.attention import routes
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
+from . import sequence_group
 from .implementations import (
     FLASH_IMPLEMENTATIONS,
     HUB_REPOSITORIES,
@@ -159,6 +160,10 @@ def _attention(prior: str) -> Callable:
         if prior == "sdpa":
             for name in IGNORED_BY_SDPA:
                 kwargs.pop(name, None)
+        if attention_mask.shape[1] > 1:
+            return sequence_group.attend(
+                _packed_forward, module, query, key, value, attention_mask, *args, **kwargs
+            ), None
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import packing
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import adapters, attention, head, images, sharding, support
+from . import adapters, attention, head, images, sharding, splitting, support
 from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
 from .examine import probe
 from .examine.probe import ProbeResult
@@ -24,6 +24,7 @@ from .state import (
     FusedForward,
     Groups,
     ProbeKey,
+    Route,
     RunnableBatch,
     Verdict,
     install_head,
@@ -43,8 +44,6 @@ CALL_ARGUMENTS = {
 }
 """Arguments of a model call that the fused forward takes or can ignore."""
 
-_SPLIT = Reason("split-sequences", method="context or sequence parallelism")
-
 FREE_EXAMINATIONS = 6
 """Number of times that a model is examined as soon as it has changed. It may change in each step."""
 
@@ -54,27 +53,14 @@ models that are switched back and forth.
 """
 
 
-class Route(NamedTuple):
-    """How a call runs, and why not otherwise.
-
-    Ranks that run a model together must run the same modules in the same order. In their first call they agree on
-    whether the model is supported.
-
-    Attributes:
-        batch: packed, or padded next to ranks that run their packed batches; None if the call falls back.
-        reason: why all calls of the model fall back, on all of these ranks.
-        own: why the call is not packed. A rank may have this reason alone.
-    """
-
-    batch: RunnableBatch | None
-    reason: Reason | None = None
-    own: Reason | None = None
-
-
 def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
     """How a call runs. It is compared, if calls are, and counted. None, with a logged reason, if it falls back."""
     fused.was_called = True
-    route = _route(model, fused, args, kwargs)
+    if fused.options.sequence_group is None:
+        route = _route(model, fused, args, kwargs)
+    else:
+        found = functools.partial(_route, model, fused, args, kwargs)
+        route = splitting.agreed(found, fused, kwargs.get("input_ids"), device_of(model, args, kwargs))
     is_compared = fused.options.verify or fused.options.newer
     if route.batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
         reason = fused.lasting_reason = verify(model, fused, route.batch, args, kwargs)
@@ -129,28 +115,18 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
         return Reason("positions")
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
-    if _sequences_are_split():
-        return _SPLIT
-    return None if CALL_ARGUMENTS.issuperset(given) else images.unsupported_reason(model, kwargs)
+    reason = options.split_reason()
+    return reason if reason or CALL_ARGUMENTS.issuperset(given) else images.unsupported_reason(model, kwargs)
 
 
 def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
     """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
-    if _sequences_are_split():
-        return _SPLIT
+    reason = options.split_reason()
+    if reason is not None:
+        return reason
     if options.rewards:
         return options.rewards.unsupported_reason(model)
     return head.unsupported_reason(head.head_of(model), float32=options.float32_head)
-
-
-def _sequences_are_split() -> bool:
-    """Whether accelerate was configured for context or sequence parallelism, by whichever trainer."""
-    if "accelerate" not in sys.modules:
-        return False
-    from accelerate.state import AcceleratorState
-
-    parallelism = AcceleratorState._shared_state.get("parallelism_config")
-    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
 
 
 def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> RunnableBatch:
@@ -161,6 +137,9 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         NotPackable: the batch has no packed form.
     """
     batch, routes = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs)
+    group = fused.options.sequence_group
+    if group is not None:
+        splitting.require_split(model, fused, verdict, kwargs)
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     replays = False
     if fused.options.compile or fused.options.graphs:
@@ -172,7 +151,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         return layout_of_call(model, fused, batch, Form(groups, store_all=routes, tokens=tokens))
 
     if given is None:
-        layout = layout_of()
+        layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
         packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), replays=replays)
         reason = _length_reason(model, fused, verdict, packed, layout_of, kwargs) if verdict.has_own_code else None
@@ -183,7 +162,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         reason = images.examined_reason(model, fused, packed, images.padded_inputs(kwargs))
     if reason is not None:
         raise NotPackable(reason)
-    return packed
+    return packed if group is None else splitting.split(packed, group)
 
 
 def _require_ids(layout: Layout, vocabulary: int | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..reasons import Reason
-from . import deciding, facts, pickling, support
+from . import deciding, facts, pickling, splitting, support
 from .calls import calls
 from .deciding import device_of
 from .functions import autocast_of
@@ -63,6 +63,7 @@ def install(
     choose: Any = torch.compiler.disable(deciding.choose, reason="packing works on the host")
     examine: Any = torch.compiler.disable(deciding.model_reason, reason="it runs once")
     reason = support.unsupported_reason(model)
+    reason = reason or splitting.unsupported_reason(model, options)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
     transform = facts.logit_transform(text_config(model)) if prior_scores else None

@@ -30,7 +30,7 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
 
 
 def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
-    options, layout = fused.options, batch.layout
+    options, layout, part = fused.options, batch.layout, batch.part
     verdict = cast(Verdict, fused.verdict)
     routed = verdict.routes_in(kwargs)
     routing = {"output_router_logits": True} if routed else {}
@@ -39,36 +39,37 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
         hidden = fused.runner.replayed(verdict, batch.inputs, layout.score_index)
     if hidden is None:
         output = verdict.backbone(*batch.args, **batch.inputs, **routing)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
+        states = output.last_hidden_state.flatten(0, 1)
+        hidden = states.index_select(0, layout.score_index) if part is None else part.scored_states(states)  # [N, D]
         router_logits = output.router_logits if routed else None
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
     else:
-        logps = _logps(fused, verdict.head, batch, hidden)
+        scored = _scored(fused, verdict.head, batch, hidden)
+        results = (scored if part is None else part.results(scored))._asdict()
+        logps = TokenLogps(**{name: layout.unpack(x) for name, x in results.items() if x is not None})
     label_mask = targets_of_call(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
     return ScoredBatch(logps, label_mask, router_logits, layout.multiplicity[None])
 
 
-def _logps(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
-    """What the LM head computes of the scored positions, in the padded shape [R, W]."""
-    options = fused.options
+def _scored(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
+    """What the LM head computes of the positions that this rank scores, [N] each."""
+    options, targets = fused.options, (batch.part or batch.layout).targets
     hidden = hidden.to(head.device_of(lm_head))
     autocast = nullcontext()
     if options.float32_head:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
     softcap, logit_scale = fused.logit_transform or cast(Verdict, fused.verdict).logit_transform
     with autocast, head.bare(lm_head) if batch.bare_head else nullcontext():
-        scored = lm_head(
+        return lm_head(
             hidden,
-            fastdpo_targets=batch.layout.targets.to(hidden.device),
+            fastdpo_targets=targets.to(hidden.device),
             softcap=softcap,
             logit_scale=logit_scale,
             temperature=options.temperature,
             outputs=options.outputs,
         )
-    results = {name: batch.layout.unpack(x) for name, x in scored._asdict().items() if x is not None}
-    return TokenLogps(**results)
 
 
 def targets_of_call(kwargs: dict) -> Tensor:

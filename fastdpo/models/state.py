@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..logs import report, strict, warn
+from ..logs import NotFused, report, strict, warn
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
@@ -27,6 +27,7 @@ from .parts import backbone, text_config, vocabulary_of
 from .pickling import ATTRIBUTE
 from .reward_head import RewardHead
 from .running import Runner
+from .sequence_group import Part, SequenceGroup
 from .structure import Structure
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ForwardOptions(NamedTuple):
             then compared, too, and go there from then on if they differ.
         compile: whether packed calls run compiled layers.
         graphs: whether packed calls replay CUDA graphs.
+        sequence_group: the ranks that hold the parts of each batch, or None if a rank holds its own batches.
     """
 
     integration: str
@@ -75,6 +77,19 @@ class ForwardOptions(NamedTuple):
     newer: str = ""
     compile: bool = False
     graphs: bool = False
+    sequence_group: SequenceGroup | None = None
+
+    def split_reason(self) -> Reason | None:
+        """That accelerate was configured for context or sequence parallelism, by whichever trainer, and splits rows
+        itself.
+        """
+        if self.sequence_group is not None or "accelerate" not in sys.modules:
+            return None
+        from accelerate.state import AcceleratorState
+
+        parallelism = AcceleratorState._shared_state.get("parallelism_config")
+        is_split = parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+        return Reason("split-sequences", method="context or sequence parallelism") if is_split else None
 
 
 class ScoredBatch(NamedTuple):
@@ -110,6 +125,7 @@ class RunnableBatch(NamedTuple):
         bare_head: whether hooks and a forward that other code has given the head are left out.
         replays: whether the call may replay a CUDA graph.
         shares_images: whether the images of each pair are run once.
+        part: what this rank computes of the batch, if ranks share it. The inputs are those of its tokens.
     """
 
     layout: Layout
@@ -118,6 +134,24 @@ class RunnableBatch(NamedTuple):
     bare_head: bool = False
     replays: bool = False
     shares_images: bool = False
+    part: Part | None = None
+
+
+class Route(NamedTuple):
+    """How a call runs, and why not otherwise.
+
+    Ranks that run a model together must run the same modules in the same order. In their first call they agree on
+    whether the model is supported.
+
+    Attributes:
+        batch: packed, or padded next to ranks that run their packed batches; None if the call falls back.
+        reason: why all calls of the model fall back, on all of these ranks.
+        own: why the call is not packed. A rank may have this reason alone.
+    """
+
+    batch: RunnableBatch | None
+    reason: Reason | None = None
+    own: Reason | None = None
 
 
 class ProbeKey(NamedTuple):
@@ -333,6 +367,8 @@ class FusedForward:
         """
         role = self._role(kind)
         has_changed = role in self.reasons and self.reasons[role] is None and (role, reason) not in self.logged
+        if self.options.sequence_group is not None:
+            raise NotFused(f"{self.options.integration} ({role}): no sequences are shared by ranks, {reason.named}")
         if strict() or has_changed or reason not in {logged for _, logged in self.logged}:
             self.logged.add((role, reason))
             report(f"{self.options.integration} ({role}): not fused, {reason.named}")
