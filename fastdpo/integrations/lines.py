@@ -90,6 +90,7 @@ LINES = (
     Line(
         "trl.ORPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.orpo.orpo_trainer",), False
     ),
+    Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",), False),
     Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), False),
     Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
     Line(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CALL_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"),
-    *("output_router_logits", "use_cache", "return_dict"),
+    *("output_router_logits", "use_cache", "return_dict", "logits_to_keep"),
 }
 """Arguments of a model call that the fused forward takes or can ignore."""
 

@@ -38,7 +38,14 @@ OF_IMAGES = (
 ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
 """Arguments of a model call that hold images, or types of tokens [R, L]."""
 
-NOT_OF_BACKBONE = {"labels", "shift_labels", "num_items_in_batch", "output_router_logits", "return_dict"}
+NOT_OF_BACKBONE = {
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+}
 """Arguments of a model call that are not passed on to its backbone."""
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")

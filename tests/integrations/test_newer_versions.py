@@ -156,10 +156,12 @@ def test_trainers_of_a_newer_version_are_compared(trainer, tmp_path):
 
 
 @pytest.mark.usefixtures("newer")
-@pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer", "trl.TPOTrainer"])
+@pytest.mark.parametrize(
+    "trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer", "trl.TPOTrainer", "trl.A2POTrainer"]
+)
 def test_a_changed_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
     assert examine(trainer).seams[0].on
-    change(monkeypatch, "_forward", "concatenated_forward", "_compute_loss")
+    change(monkeypatch, "_forward", "concatenated_forward", "_compute_loss", "_get_sequence_logps")
     (seam,) = examine(trainer).seams
     assert not seam.on
     assert seam.reason.name == "changed-code"

@@ -15,6 +15,7 @@ PACKED = {
     "trl.ORPOTrainer": 1,
     "trl.CPOTrainer": 1,
     "trl.TPOTrainer": 0,
+    "trl.A2POTrainer": 1,
     "trl.OnlineDPOTrainer": 1,
     "trl.GRPOTrainer": 2,  # policy and reference
     "trl.RLOOTrainer": 3,  # and the old policy

@@ -22,6 +22,7 @@ CALLS = {
     "trl.CPOTrainer": dict(policy=3, eval=2),
     "trl.ORPOTrainer": dict(policy=3, eval=2),
     "trl.TPOTrainer": dict(policy=3, eval=2),
+    "trl.A2POTrainer": dict(policy=3, reference=3 + 2, eval=2),
     "trl.GRPOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
     "trl.RLOOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
 }

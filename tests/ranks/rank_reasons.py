@@ -30,8 +30,8 @@ def without_mask(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torc
     return (), dict(kwargs, input_ids=ids)
 
 
-def logits_of_all_positions(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (), dict(kwargs, input_ids=ids, logits_to_keep=0)
+def without_hidden_states(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
+    return (), dict(kwargs, input_ids=ids, output_hidden_states=0)
 
 
 def positions_from_one(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
@@ -68,7 +68,7 @@ def nothing_real(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torc
 OF_CALLS: dict[str, Callable[..., Arguments]] = {
     "positional-arguments": positional,
     "no-input-ids": without_mask,
-    "unsupported-argument": logits_of_all_positions,
+    "unsupported-argument": without_hidden_states,
     "positions": positions_from_one,
     "attention-mask": whole_mask,
     "text-model": types_of_tokens,

@@ -184,6 +184,7 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> Results:
         output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in options.outputs})
         return logps, _other_results(fused, output)
+    kwargs = {name: x for name, x in kwargs.items() if name != "logits_to_keep"}
     output, targets = prior_logits(fused, args, kwargs), targets_of_call(kwargs)
     if options.rewards:
         return TokenLogps(options.rewards.returned(output, targets != packing.IGNORE_INDEX)), {}

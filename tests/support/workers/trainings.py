@@ -17,6 +17,7 @@ import trl
 from transformers import PreTrainedModel
 
 import fastdpo
+from tests.support.trl.a2po import train_a2po
 from tests.support.trl.dpo import Run, tiny_model, train
 from tests.support.trl.groups import AGAIN, NAMES, train_group
 from tests.support.trl.kto import train_kto
@@ -41,6 +42,7 @@ TRAIN = {
     "trl.CPOTrainer": train_cpo,
     "trl.ORPOTrainer": train_orpo,
     "trl.TPOTrainer": train_tpo,
+    "trl.A2POTrainer": train_a2po,
     **{name: functools.partial(train_on_groups, trainer_class) for trainer_class, name in NAMES.items()},
 }
 """Maps the name of a trainer to a function that trains with it, like `trl.dpo.train`."""
