@@ -66,6 +66,7 @@ class _Part(NamedTuple):
         copies: of these.
         buffers: those whose values matter.
         written: where they lie, and how often each has been written to.
+        sizes: of the registries, of which copies of attributes hold empty ones themselves.
         hash: of what results depend on.
     """
 
@@ -76,6 +77,7 @@ class _Part(NamedTuple):
     copies: list[Container]
     buffers: list[Tensor]
     written: list[tuple[int, int]]
+    sizes: list[int]
     hash: int
 
     def describes(self, module: nn.Module) -> bool:
@@ -84,6 +86,7 @@ class _Part(NamedTuple):
             and _are_equal(vars(module), self.attributes)
             and _are_equal(self.containers, self.copies)
             and _written(self.buffers) == self.written
+            and [*map(len, _registries_of(module))] == self.sizes
         )
 
     @classmethod
@@ -96,7 +99,7 @@ class _Part(NamedTuple):
         plain = [(name, x) for name, x in members if x is not None]
         return cls(
             *(module, type(module), _copied(vars(module), registries)),
-            *(containers, [*map(copy_of, containers)], buffers, _written(buffers)),
+            *(containers, [*map(copy_of, containers)], buffers, _written(buffers), [*map(len, _registries_of(module))]),
             hash((type(module), *plain, *kinds, *values)),
         )
 

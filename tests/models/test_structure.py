@@ -148,6 +148,15 @@ def test_a_hook_in_a_registry_that_replaced_an_equal_one_is_seen():
     assert structure.identity(model).hash != before
 
 
+@pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(1)), "scale"], ids=["parameter", "other"])
+def test_a_value_in_a_dictionary_of_parameters_that_was_empty_is_seen(value):
+    model, structure = tiny_model(), Structure()
+    mlp_of(model).parameters_of_adapters = nn.ParameterDict()
+    before = structure.identity(model).hash
+    mlp_of(model).parameters_of_adapters["default"] = value
+    assert structure.identity(model).hash != before
+
+
 def test_a_value_that_a_hook_closes_over_is_seen():
     model, structure, factor = tiny_model(), Structure(), 2.0
 
