@@ -112,7 +112,7 @@ class Identity:
 
     Attributes:
         modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
-        called: those inside of the model, without lists and dictionaries of modules.
+        called: those inside of the model, without holders (see `_is_holder`).
         kinds: a hash of the classes of all modules.
         code: a hash of all that results depend on but for hooks and values of parameters. Equal for an equal model.
         hash: of this model, and of its hooks. Valid in this process.
@@ -128,9 +128,10 @@ class Identity:
         self._copied = ("_modules",) if sharded else ("_modules", *_TENSORS)
         parts = [self._part(module, cache) for module in self.modules]
         others = self.modules[1:]
-        self.called = [module for module in others if type(module) not in _HOLDERS]
-        self._holders = [module for module in others if type(module) in _HOLDERS]
-        self._empty = [registry for module in self.called for registry in _registries_of(module) if not registry]
+        self.called = [module for module in others if not _is_holder(module)]
+        self._holders = [module for module in others if _is_holder(module)]
+        registries = [*map(_registries_of, self.called), *map(_parameters_in, self._holders)]
+        self._empty = [registry for registry in chain.from_iterable(registries) if not registry]
         self._parents = [module for module in others if len(module._modules) > 1]
         self._hooked = [module for module in self.called if has_additions(module)]
         self._head = head.head_of(model)
@@ -238,6 +239,17 @@ class Structure:
         for, or those that it has now if its identity is not known yet.
         """
         return self._identities[0].of_kind(kind) if self._identities else _of_kind(model.modules(), kind)
+
+
+def _is_holder(module: nn.Module) -> bool:
+    """Whether a module is not called, and has no parameters: a quarter of a model with LoRA is empty dictionaries."""
+    return type(module) in _HOLDERS or (type(module) is nn.ParameterDict and not any(_parameters_in(module)))
+
+
+def _parameters_in(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The dictionaries that hold the parameters of a holder, and the names of these."""
+    yield module._parameters
+    yield vars(module).get("_keys", {})
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
