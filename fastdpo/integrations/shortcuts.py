@@ -13,6 +13,7 @@ from torch import nn
 from ..models.functions import module_of
 from ..models.parts import find_base, is_transformers_model
 from ..models.state import state_of
+from ..models.structure import is_training
 from .bypass import STATE
 from .replacements import temporarily
 
@@ -64,9 +65,7 @@ def training_step(stock: Callable, trainer: Any, model: Any, *args: Any, **kwarg
 
 
 def _train(model: PreTrainedModel, mode: bool = True) -> Any:
-    fused = state_of(model)
-    is_set = mode and fused is not None and fused.structure.identity(model).is_training
-    return model if is_set else type(model).train(model, mode)
+    return model if mode and is_training(model) else type(model).train(model, mode)
 
 
 @contextmanager
