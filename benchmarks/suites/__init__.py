@@ -1,6 +1,7 @@
 """The benchmark suites, by name."""
 
 from benchmarks.suites import (
+    a2po,
     accumulated,
     attention,
     evaluation,
@@ -16,6 +17,7 @@ from benchmarks.suites import (
     precompute,
     reward,
     step,
+    tpo,
     vision,
 )
 
@@ -27,6 +29,8 @@ _MODULES = (
     online,
     kto,
     grpo,
+    tpo,
+    a2po,
     accumulated,
     reward,
     vision,
