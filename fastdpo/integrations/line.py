@@ -1,8 +1,8 @@
 """The trainer line: one trainer class in a range of versions, and how it is patched.
 
 Each line is a subclass of `TrainerLine`. What all of them do stands here: trainers that are created
-while their class is patched get a state and fused models, and those that existed before, or whose
-class bypasses the fused call, stay as they are.
+while their class is patched get a state and fused models, and those that existed before stay as
+they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from ..logs import logger
+from ..logs import logger, report
 from ..models import forward
 from ..models.batch import as_current
 from ..models.calls import Counted, counted
@@ -32,7 +32,7 @@ from . import shortcuts, switching
 from .admission.signatures import attribute_of, signature_difference
 from .admission.tested_code import differing
 from .admission.versions import installed_version
-from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
+from .bypass import STATE, leave_unpatched, report_skipped_init, steps_callback, unused_reason
 from .options import PatchOptions
 from .replacements import Replacements
 from .scored_rows import Inputs, ScoredRows, score
@@ -54,7 +54,7 @@ class TrainerState:
         budget: cuts its steps; None without `max_tokens`.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         has_fused: whether a call has been fused, if the line keeps it.
-        has_logged: whether the trainer has logged a training step.
+        has_stepped: whether the trainer has computed the gradients of a step.
         before: what was counted in the process before the trainer was created.
         wrapping: remembers what is around its models.
         undo: undoes what was replaced in objects of the trainer.
@@ -65,7 +65,7 @@ class TrainerState:
     budget: Any = None
     running: Any = None
     has_fused: bool = False
-    has_logged: bool = False
+    has_stepped: bool = False
     before: Counted = field(default_factory=counted)
     wrapping: Wrapping = field(default_factory=Wrapping)
     undo: ExitStack = field(default_factory=ExitStack)
@@ -87,7 +87,6 @@ class TrainerLine:
             version in which they have other code, it is refused or left to the trainer.
         replaced: the functions of the class or of its module that methods of the line with these names replace. Each
             is given the stock function in front of the arguments of a call.
-        path: the functions that lead to the fused call (see `bypass.bypass_reason`).
         rewards: how the trainer's model scores rows, if it is a reward model.
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
         modules: the modules that may define the class, in the order in which they are tried.
@@ -101,7 +100,6 @@ class TrainerLine:
     relies_on: ClassVar[tuple[str, ...]] = ()
     options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
-    path: ClassVar[tuple[str, ...]] = ()
     rewards: ClassVar[RewardHead | None] = None
 
     options: PatchOptions
@@ -181,12 +179,9 @@ class TrainerLine:
         """Makes the output of a model's fused calls. It must not refer to the line: models are copied."""
         return functools.partial(ScoredRows.of, text_config(model))
 
-    def watch_first_log(self, trainer: Any) -> None:
-        """Has the trainer say at its first log if no call was fused. One without callbacks of
-        transformers calls `first_log` there.
-        """
-        if hasattr(trainer, "add_callback"):
-            trainer.add_callback(first_log_callback(trainer, self.name, self.policy))
+    def unused(self, trainer: Any, reason: Reason) -> None:
+        """Says that the first step of a trainer has made no call to fuse."""
+        report(f"{self.name} ({type(trainer).__name__}): not fused, {reason.named}")
 
     # What the functions of a line call.
 
@@ -267,12 +262,17 @@ class TrainerLine:
         """The trainers that were created since `enable`."""
         return list(self._trainers.values())
 
-    def first_log(self, trainer: Any) -> None:
-        """At the first log of a trainer, reports that its policy has had no call to fuse."""
+    def first_step(self, trainer: Any) -> None:
+        """Says, in the first step of a trainer, that its policy has had no call to fuse. One that has fallen back
+        counts, since it has reported its own reason. A trainer without callbacks of transformers calls this at its
+        first log.
+        """
         state = self.state_of(trainer)
-        if state is not None and not state.has_logged:
-            state.has_logged = True
-            report_if_unused(trainer, self.name, self.policy(trainer))
+        if state is not None and not state.has_stepped:
+            state.has_stepped = True
+            if not forward.was_trained(self.policy(trainer), self.name):
+                functions = dict.fromkeys((*self.parameters, *self.replaced))
+                self.unused(trainer, unused_reason(trainer, self.trainer_class(), functions))
 
     def _prepare_inputs(self, stock: Callable, trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """With this, a step or a micro-batch begins. Lines replace it whose batches come with layouts."""
@@ -362,8 +362,7 @@ class TrainerLine:
             stock(trainer, *args, **kwargs)
             return
         self._trainers[id(trainer)] = trainer
-        reason = bypass_reason(trainer, self.trainer_class(), self.path)
-        reason = reason or self.disabled_reason(arguments_of(stock, trainer, *args, **kwargs))
+        reason = self.disabled_reason(arguments_of(stock, trainer, *args, **kwargs))
         if reason is not None:
             leave_unpatched(trainer, self.name, reason)
             self.init_unpatched(stock, trainer, *args, **kwargs)
@@ -371,14 +370,15 @@ class TrainerLine:
         vars(trainer)[STATE] = TrainerState(name=self.name)
         self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
-        self.watch_first_log(trainer)
+        if hasattr(trainer, "add_callback"):
+            trainer.add_callback(steps_callback(trainer, self.name, self.first_step))
 
     def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
         if self._belongs_to_another(trainer):
             stock(trainer)
             return
         self._trainers[id(trainer)] = trainer
-        report_skipped_init(trainer, self.name, self.trainer_class(), self.path)
+        report_skipped_init(trainer, self.name, self.trainer_class())
         stock(trainer)
         self.prepare(trainer)
 

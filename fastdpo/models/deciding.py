@@ -55,7 +55,7 @@ models that are switched back and forth.
 
 def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
     """How a call runs. It is compared, if calls are, and counted. None, with a logged reason, if it falls back."""
-    fused.was_called = True
+    fused.was_trained |= torch.is_grad_enabled()
     if fused.options.sequence_group is None:
         route = _route(model, fused, args, kwargs)
     else:

@@ -126,10 +126,12 @@ def is_installed(model: nn.Module, integration: str) -> bool:
     return _find(model, integration) is not None
 
 
-def was_called(model: nn.Module, integration: str) -> bool:
-    """Whether a model's fused forward of an integration has been called, or passed over with a reason."""
+def was_trained(model: nn.Module, integration: str) -> bool:
+    """Whether a model's fused forward of an integration has been called with gradients, or been passed over with a
+    reason.
+    """
     fused = _find(model, integration)
-    return fused is not None and fused.was_called
+    return fused is not None and fused.was_trained
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -192,7 +194,7 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     does: ranks that run the model together may not all leave it.
     """
     base, fused = cast("PreTrainedModel", find_base(model)), cast(FusedForward, _find(model, integration))
-    fused.was_called = True
+    fused.was_trained |= torch.is_grad_enabled()
     fused.is_awaited = not fused.was_examined(base) and is_sharded(base)
     kind = fused.kind_of_call(base)
     calls[integration, kind, "stock"] += 1

@@ -261,7 +261,7 @@ class FusedForward:
         logged: reasons that have been logged, for which calls have fallen back, each with the role in which they did;
             and None with a role in which they were fused again.
         reasons: by role, why calls fall back whatever they are given, None if they do not, as of the last call.
-        was_called: whether an integration has called the model, or has left a call to its trainer.
+        was_trained: whether an integration has called the model with gradients, or has left such a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
             trainer.
         verified: the kinds of calls, with gradients (True) and without (False), that are not to be
@@ -291,7 +291,7 @@ class FusedForward:
     image_results: dict[tuple[ProbeKey, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[tuple[str, Reason | None]] = field(default_factory=set)
     reasons: dict[str, Reason | None] = field(default_factory=dict)
-    was_called: bool = False
+    was_trained: bool = False
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
 

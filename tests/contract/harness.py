@@ -27,6 +27,9 @@ Calls = Mapping[str, int]
 """Numbers of fused calls by role."""
 Options = Mapping[str, Any]
 
+UNUSED = "no call of the policy has reached fastdpo in the first step"
+"""The reason of a trainer in which nothing is fused, before the names of what its class overrides."""
+
 
 class Newer(NamedTuple):
     """Copies of a trainer's package that have a newer version.
@@ -64,7 +67,7 @@ class Harness:
         thorough: the options that `--quick` leaves out.
         families: options of `both` for families of models, each of which is trained for two steps.
         fallbacks: cases that fall back: options of `both`, calls by role and path, and the reason.
-        bypassing: cases that stay unpatched: options of `both` and the reason.
+        bypassing: cases in which no call is fused: options of `both` and the reason.
         strict: the fallback of which `FASTDPO_STRICT=1` makes an error, as options of `train` and its message.
         sabotages: faults that the comparison of a training must notice, with options of `both`.
         far: whether each of them is far above rounding.

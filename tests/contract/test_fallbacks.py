@@ -22,7 +22,7 @@ def test_a_fallback_has_one_reason_for_each_model(case, tmp_path, caplog):
 
 
 @cases("bypassing")
-def test_a_trainer_that_gains_nothing_stays_unpatched(case, tmp_path, caplog):
+def test_a_trainer_that_gains_nothing_says_so_and_trains_as_stock_does(case, tmp_path, caplog):
     harness, (options, reason) = case.harness, case.value
     models = []
     seen = dict(prepare=lambda model: models.append(model) or model) if harness.build else {}

@@ -1,20 +1,19 @@
-"""A trainer whose class bypasses the patched functions says so, at the latest in its first log."""
+"""A trainer whose class bypasses the patched functions says so, before its weights change."""
 
 import copy
-import functools
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
-from fastdpo.integrations.bypass import bypass_reason
 from tests.support.trl.dpo import assert_fused, assert_same_bits, build, tiny_model, train, train_both
 from tests.support.trl.online import build as build_online
 from tests.support.trl.online import writer
 
-UNUSED = "not fused, no call of the policy has reached fastdpo before the first log"
+UNUSED = "not fused, no call of the policy has reached fastdpo in the first step"
 
 
 def loss_from_logits(model, inputs: dict) -> torch.Tensor:
@@ -55,23 +54,27 @@ def assert_untouched(model) -> None:
     assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
 
 
-@pytest.mark.parametrize("options", [{}, dict(precompute_ref_log_probs=True), dict(padding_free=True)])
-def test_an_override_that_calls_nothing_leaves_the_trainer_unpatched(tmp_path, caplog, options):
+class FusedOnlyInEvaluation(DPOTrainer):
+    def _compute_loss(self, model, inputs, return_outputs):
+        if not torch.is_grad_enabled():
+            return super()._compute_loss(model, inputs, return_outputs)
+        return loss_from_logits(model, inputs)
+
+
+class Weights(TrainerCallback):
+    """Notes the weights before each step."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.before = [x.detach().clone() for x in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, dict(precompute_ref_log_probs=True)])
+def test_an_override_that_calls_nothing_trains_as_stock_does(tmp_path, caplog, options):
     stock, patched = train_both(tmp_path, trainer_class=OwnLoss, **options)
     assert_same_bits(stock, patched)
-    assert not patched.calls
-    reason = "trl.DPOTrainer (OwnLoss): not fused, OwnLoss._compute_loss does not call DPOTrainer._compute_loss"
+    assert ("policy", "fused") not in patched.calls
+    reason = f"trl.DPOTrainer (OwnLoss): {UNUSED}; OwnLoss overrides _compute_loss"
     assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
-
-
-def test_its_models_stay_untouched(tmp_path):
-    model, reference = tiny_model(), tiny_model(seed=1)
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, model, reference, trainer_class=OwnLoss)
-        trainer.train()
-        assert_untouched(model)
-        assert_untouched(reference)
-    assert not any("fastdpo" in name for name in vars(trainer))
 
 
 def test_a_trainer_that_skips_the_patched_init(tmp_path, caplog):
@@ -84,16 +87,29 @@ def test_a_trainer_that_skips_the_patched_init(tmp_path, caplog):
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("trainer_class", [OwnLossIfTraining, OwnLossAndFusedReference])
-def test_a_trainer_without_a_fused_call_says_so_in_its_first_log(tmp_path, caplog, trainer_class):
+@pytest.mark.parametrize("trainer_class", [OwnLossIfTraining, OwnLossAndFusedReference, FusedOnlyInEvaluation])
+def test_a_trainer_without_a_fused_call_says_so_in_its_first_step(tmp_path, caplog, trainer_class):
     with fastdpo.patched("trl.DPOTrainer"):
         assert_fused(train(tmp_path / "fused", tiny_model(), tiny_model(seed=1)), policy=3, reference=3)
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=trainer_class, max_steps=4)
         trainer.log({"by hand": 1.0})
+        trainer.evaluate(trainer.train_dataset)
         assert "not fused" not in caplog.text
         trainer.train()
         name = trainer_class.__name__
-        assert caplog.text.count(f"trl.DPOTrainer ({name}): {UNUSED}") == caplog.text.count("not fused") == 1
+        reason = f"trl.DPOTrainer ({name}): {UNUSED}; {name} overrides _compute_loss"
+        assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
+
+
+def test_padding_free_is_refused_before_a_weight_changes(tmp_path):
+    """TRL would pad, and say that it does. fastdpo takes the option for the fused call, which such a class bypasses."""
+    weights = Weights()
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=OwnLoss, padding_free=True)
+        trainer.add_callback(weights)
+        with pytest.raises(fastdpo.NotFused, match="padding_free must be False, since its batches are padded"):
+            trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), weights.before))
 
 
 def test_no_warning_after_unpatching(tmp_path, caplog):
@@ -114,13 +130,15 @@ def test_a_fallback_with_a_reason_does_not_warn_again(tmp_path, caplog):
     assert UNUSED not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "message"), [(OwnLoss, "does not call DPOTrainer._compute_loss"), (OwnLossIfTraining, UNUSED)]
-)
-def test_strict(tmp_path, monkeypatch, trainer_class, message):
+def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
-    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match=message):
-        train(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=trainer_class)
+    weights = Weights()
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=OwnLossIfTraining)
+        trainer.add_callback(weights)
+        with pytest.raises(fastdpo.NotFused, match=UNUSED):
+            trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), weights.before))
 
 
 def test_online(tmp_path, caplog):
@@ -129,112 +147,9 @@ def test_online(tmp_path, caplog):
             logits = model(torch.cat([prompt_ids, completion_ids], 1)).logits[:, prompt_ids.shape[1] - 1 : -1]
             return logits.log_softmax(-1).gather(2, completion_ids[..., None])[..., 0]
 
-    class OwnIfTraining(Own):
-        def _forward(self, model, *inputs):
-            return Own._forward(self, model, *inputs) if model else OnlineDPOTrainer._forward(self, model, *inputs)
-
     with fastdpo.patched("trl.OnlineDPOTrainer"):
-        model = writer(0)
-        build_online(tmp_path / "own", model, writer(1), Own)
-        assert "(Own): not fused, Own._forward does not call OnlineDPOTrainer._forward" in caplog.text
-        assert_untouched(model)
-        build_online(tmp_path / "hesitating", writer(0), writer(1), OwnIfTraining).train()
-    assert caplog.text.count("not fused") == 2
-
-
-class Stock:
-    def loss(self):
-        return self.score()
-
-    def score(self):
-        return 1.0
-
-
-KEPT = Stock.score
-
-
-def decorated(function):
-    def wrapper(self):
-        return function(self)
-
-    return wrapper
-
-
-def helper(self):
-    return Stock.score(self)
-
-
-class BySuper(Stock):
-    def score(self):
-        return 2 * super().score()
-
-
-class ByMethod(Stock):
-    def score(self):
-        return self.scaled()
-
-    def scaled(self):
-        return 2 * super().score()
-
-
-class ByFunction(Stock):
-    def score(self):
-        return helper(self)
-
-
-class ByKeptFunction(Stock):
-    def score(self):
-        return 2 * KEPT(self)
-
-
-class Decorated(Stock):
-    @decorated
-    def score(self):
-        return super().score()
-
-
-class Partial(Stock):
-    score = functools.partialmethod(Stock.score)
-
-
-class OuterCallsInner(Stock):
-    def loss(self):
-        return 2 * self.score()
-
-
-class OuterCallsModel(Stock):
-    def loss(self):
-        return {"fused": True}
-
-
-class OwnScore(Stock):
-    def score(self):
-        return sum([1.0])
-
-
-class BelowOwnScore(OwnScore):
-    def score(self):
-        return super().score()
-
-
-class InNamedArgument(Stock):
-    def score(self):
-        return dict(fused=True)
-
-
-CALLS = [BySuper, ByMethod, ByFunction, ByKeptFunction, Decorated, Partial, OuterCallsInner, OuterCallsModel]
-CALLS += [InNamedArgument, Stock]
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_classes_that_are_trusted(kind):
-    assert bypass_reason(kind(), Stock, ("loss", "score", "fused")) is None
-
-
-@pytest.mark.parametrize("kind", [OwnScore, BelowOwnScore])
-def test_classes_that_are_not(kind):
-    reason = bypass_reason(kind(), Stock, ("loss", "score", "fused"))
-    assert reason == "OwnScore.score does not call Stock.score"
+        build_online(tmp_path, writer(0), writer(1), Own).train()
+    assert caplog.text.count(f"(Own): {UNUSED}; Own overrides _forward") == caplog.text.count("not fused") == 1
 
 
 def test_a_copied_trainer_says_only_that_its_models_are_copies(tmp_path, caplog):

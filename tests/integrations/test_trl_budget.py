@@ -391,11 +391,13 @@ def without_loss_arguments(model):
 
 OVERRIDING = {
     SFT: [OwnLoss],
-    KTO: [OwnKL, OwnSteps],
-    DPO: [SumOverPairs, RankedReference, OwnPairSteps],
+    KTO: [OwnKL],
+    DPO: [SumOverPairs, RankedReference],
     REWARD: [SumOfRewards],
 }
 REFUSED = {
+    "own steps": (KTO, dict(trainer_class=OwnSteps), "OwnSteps, whose training_step does not call that of KTOTrainer"),
+    "own steps of pairs": (DPO, dict(trainer_class=OwnPairSteps), "OwnPairSteps, whose training_step does not call"),
     "another mean": (SFT, dict(prepare=without_loss_arguments), "models whose loss does not take num_items_in_batch"),
     "prompt tuning": (
         REWARD,
@@ -418,7 +420,7 @@ REFUSED = {
         kind.__name__: (
             trainer,
             dict(trainer_class=kind),
-            f"{kind.__name__}, which overrides the loss or the steps of {CLASSES[trainer].__name__}",
+            f"{kind.__name__}, which overrides the loss of {CLASSES[trainer].__name__}",
         )
         for trainer, kinds in OVERRIDING.items()
         for kind in kinds

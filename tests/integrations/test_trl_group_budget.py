@@ -239,8 +239,8 @@ REFUSED = {
     "bnpo": (GRPOTrainer, dict(loss_type="bnpo"), "loss_type='bnpo', which depends on the batch of a row"),
     "entropy bonus": (GRPOTrainer, dict(entropy_coef=0.3), "an entropy bonus, which is a mean"),
     "quantile": (GRPOTrainer, dict(top_entropy_quantile=0.35), "top_entropy_quantile below 1"),
-    "loss": (OwnLoss, {}, "OwnLoss, which overrides the loss or the steps of RLOOTrainer"),
-    "steps": (OwnSteps, {}, "OwnSteps, which overrides the loss or the steps of GRPOTrainer"),
+    "loss": (OwnLoss, {}, "OwnLoss, which overrides the loss of RLOOTrainer"),
+    "steps": (OwnSteps, {}, "OwnSteps, whose training_step does not call that of GRPOTrainer"),
 }
 
 
@@ -249,7 +249,7 @@ def test_refused_before_training(tmp_path, case):
     trainer_class, options, message = REFUSED[case]
     fastdpo.patch("trl.GRPOTrainer", "trl.RLOOTrainer", max_tokens=MAX_TOKENS)
     with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {re.escape(message)}"):
-        build_group(tmp_path, writer(), trainer_class, beta=0.0, **options)
+        build_group(tmp_path, writer(), trainer_class, beta=0.0, **options).train()
 
 
 def test_a_router_loss_is_refused(tmp_path):

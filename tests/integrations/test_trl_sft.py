@@ -1,13 +1,9 @@
 """What only TRL's SFTTrainer has: its rows, its metrics, and its subclasses."""
 
 import functools
-import warnings
 
 import pytest
-from trl import SFTTrainer
 
-from fastdpo.integrations.bypass import bypass_reason
-from fastdpo.integrations.trl.sft import SFTLine
 from tests.contract.trainers.trl.sft import FULL
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import (
@@ -58,13 +54,3 @@ def test_token_accuracy_above_zero(both):
     patched = assert_trained_alike(both(data=repeated, learning_rate=0.2), **FULL)
     assert patched.logs[2]["mean_token_accuracy"] > 0.2
     assert "entropy" in patched.logs[2]
-
-
-@pytest.mark.parametrize("module", ["gkd", "gold"])
-def test_trainers_of_trl_that_compute_their_loss_from_logits_are_left_unpatched(module):
-    """They are subclasses of SFTTrainer for its data pipeline."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        experimental = pytest.importorskip(f"trl.experimental.{module}")
-    kind = getattr(experimental, f"{module.upper()}Trainer")
-    assert "compute_loss does not call" in bypass_reason(kind.__new__(kind), SFTTrainer, SFTLine.path)

@@ -44,7 +44,6 @@ class FactoryDPOLine(FactoryLine):
     )
     relies_on = ("concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "log")
-    path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
         from llamafactory.extras.misc import is_env_enabled

@@ -42,7 +42,6 @@ class FactoryKTOLine(FactoryLine):
     )
     relies_on = ("forward", "concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "forward", "log")
-    path = ("get_batch_loss_metrics", "concatenated_forward", "forward")
 
     def concatenated_forward(
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]

@@ -55,13 +55,8 @@ class FactoryLine(TrainerLine):
             self.install(trainer, role, model)
         stock(trainer, *args, **kwargs)
 
-    def watch_first_log(self, trainer: Any) -> None:
-        """Nothing: `log` is replaced."""
-
     def log(self, stock: Callable, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         state = self.state_of(trainer)
-        if "loss" in logs:
-            self.first_log(trainer)
         if state is None or not state.has_fused:
             stock(trainer, logs, *args, **kwargs)
             return

@@ -61,7 +61,6 @@ class FactoryRewardLine(TrainerLine):
     )
     relies_on = ("compute_loss",)
     replaced = ("compute_loss",)
-    path = ("compute_loss",)
     rewards = _LastStates()
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:

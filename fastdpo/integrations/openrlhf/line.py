@@ -13,10 +13,9 @@ class OpenRLHFLine(TrainerLine):
     """One trainer line of OpenRLHF, whose trainers have no callbacks of transformers."""
 
     replaced = ("concatenated_forward", "save_logs_and_checkpoints")
-    path = ("concatenated_forward",)
 
     def save_logs_and_checkpoints(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        self.first_log(trainer)
+        self.first_step(trainer)
         stock(trainer, *args, **kwargs)
 
 

@@ -24,7 +24,6 @@ class SwiftDPOLine(SwiftLine):
     parameters = _PARAMETERS
     relies_on = ("concatenated_forward", *SCORES)
     replaced = ("concatenated_forward",)
-    path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def concatenated_forward(
         self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any], is_ref_model: bool = False

@@ -40,7 +40,6 @@ class SwiftKTOLine(SwiftLine):
     parameters = _PARAMETERS
     relies_on = (*_PARAMETERS, *SCORES)
     replaced = ("forward", "_get_model_kwargs", "_compute_kl_logps", "get_batch_logps")
-    path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
 
     def forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.calls(trainer, model):  # created before patch()

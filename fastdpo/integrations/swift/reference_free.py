@@ -34,7 +34,6 @@ class SwiftReferenceFreeLine(SwiftLine):
     parameters = _PARAMETERS
     relies_on = ("concatenated_forward",)
     replaced = ("concatenated_forward",)
-    path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
         reason = super().unsupported_reason()

@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from ...data.columns import COLUMNS
-from ...logs import warn
+from ...logs import NotFused, warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
+from ...reasons import Reason
 from ..collating import REPLACED, with_packed_batches
 from ..line import arguments_of
 from ..lines import DPO
@@ -151,6 +152,13 @@ class RewrittenDPOLine(PaddedBudgetLine):
         losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
         return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs" if losses else None
 
+    def unused(self, trainer: DPOTrainer, reason: Reason) -> None:
+        if trainer.padding_free:
+            name = f"{DPO} ({type(trainer).__name__})"
+            rule = "padding_free must be False, since its batches are padded; got True"
+            raise NotFused(f"{name}: {rule}, and {reason.named}")
+        super().unused(trainer, reason)
+
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
         with padded(stock, trainer, *args, **kwargs) as is_padding_free:
             super().init(stock, trainer, *args, **kwargs)
@@ -179,5 +187,4 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
-    path = ("compute_loss", "_compute_loss", "fused_lm_head")
     images = True

@@ -43,7 +43,6 @@ _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_t
 class LegacyDPOLine(TrainerLine):
     parameters = _PARAMETERS
     replaced = ("concatenated_forward", "get_batch_loss_metrics")
-    path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
         missing = [name for name in ("flush_left", "flush_right") if not hasattr(self.module(), name)]

@@ -25,7 +25,6 @@ _TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"
 
 class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
     parameters = _PARAMETERS
-    path = ("compute_loss", "_compute_loss")
 
     def unsupported_reason(self) -> Reason | None:
         trainer = self.trainer_class()

@@ -70,7 +70,6 @@ class GroupLine(BudgetLine, FusedHeadLine):
     options_rely_on = MappingProxyType(
         {"max_tokens": (*STEPS, *_GENERATIONS, "compute_loss", "_compute_loss", _SCORES)}
     )
-    path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
     replaced_with_budget = (*BudgetLine.replaced_with_budget, _SCORES)
 

@@ -59,7 +59,6 @@ class KTOLine(PaddedBudgetLine, FusedHeadLine):
         {"max_tokens": (*STEPS, *_LOSS, ":DataCollatorForUnpairedPreference.torch_call")}
     )
     replaced = ("compute_ref_log_probs", "_compute_loss")
-    path = ("compute_loss", "_compute_loss", "fused_lm_head")
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
     fields = ("log_probs", "entropy", "mean_logits")
 

@@ -40,7 +40,6 @@ class OnlineDPOLine(TrainerLine):
     parameters = _PARAMETERS
     relies_on = ("_forward",)
     replaced = ("training_step", "_forward")
-    path = ("training_step", "_forward")
 
     def training_step(
         self, stock: Callable, trainer: OnlineDPOTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any

@@ -38,7 +38,6 @@ class ReferenceFreeLine(TrainerLine):
     parameters = _PARAMETERS
     relies_on = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward",)
-    path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)

@@ -33,7 +33,6 @@ class SFTLine(PaddedBudgetLine, FusedHeadLine):
     )
     replaced = REPLACED
     get_train_dataloader = with_packed_batches
-    path = ("compute_loss", "fused_lm_head")
     replaced_with_budget = (*PaddedBudgetLine.replaced_with_budget, "compute_loss")
     entries = frozenset({"input_ids", "attention_mask", "labels"})
     fields = ("log_probs", "label_mask", "entropy", "is_top1")

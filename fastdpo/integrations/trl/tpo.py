@@ -36,7 +36,6 @@ class TPOLine(LogitsLine):
     )
     replaced = ("_compute_loss", *REPLACED)
     get_train_dataloader = with_packed_batches
-    path = ("compute_loss", "_compute_loss")
     rows_of_unit = 3
     entries = frozenset({"input_ids", "attention_mask", "completion_mask"})
 

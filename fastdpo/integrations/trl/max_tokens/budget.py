@@ -183,6 +183,7 @@ class StepBudget:
         self._line, self._max_tokens = line, 0 if is_learned else cast(int, line.options.max_tokens)
         self._batches: list[Batch] = []  # of the step, not trained on yet
         self._position = 0  # in the step, of the next batch
+        self._has_batches = False  # of the step, which may have been trained on
         self._scored: list[Scores] = []  # by the micro-batches that were trained on
         self.is_running = False
         self.known: Scores | None = None
@@ -194,7 +195,7 @@ class StepBudget:
 
     def start_step(self, *args: Any, **kwargs: Any) -> None:
         """Begins a step. A training that was stopped within one may have left its position."""
-        self._batches, self._position, self._loss = [], 0, None
+        self._batches, self._position, self._loss, self._has_batches = [], 0, None, False
         self._handed_back.undo()
 
     def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
@@ -214,11 +215,18 @@ class StepBudget:
             trainer.optimizer.train()
         self._model, self._train_on = model, train_on
         self._batches.append(trainer._prepare_inputs(inputs))
+        self._has_batches = True
         self._position += 1
         ends_step = self._position == trainer.current_gradient_accumulation_steps
         if ends_step or self._line.must_train(trainer):
             self._train_on_batches(trainer, ends_step)
         return self.loss_since(trainer)
+
+    def require_batches(self, trainer: Any) -> None:
+        """Raises NotImplementedError if the step that the trainer is about to take was not cut."""
+        stock = self._line.trainer_class().__name__
+        own = f"{type(trainer).__name__}, whose training_step does not call that of {stock}"
+        require_supported(None if self._has_batches else own)
 
     def catch_up(self, trainer: Any) -> None:
         """Trains on the batches that wait for the end of their step."""

@@ -11,7 +11,7 @@ from ....models.attachments import is_hook_of_engine
 from ....models.functions import module_of, name_of
 from ....models.harmless import is_of
 from ....models.support import rope_reason
-from ...bypass import bypass_reason, is_overridden
+from ...bypass import is_overridden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,9 +36,8 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
         return "even_batches=False on several ranks"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         return "models that transformers shards while it loads them"
-    is_own = is_overridden(trainer, stock, (name for name in LOSS_FUNCTIONS if hasattr(stock, name)))
-    if is_own or bypass_reason(trainer, stock, ("training_step",)):
-        return f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
+    if is_overridden(trainer, stock, (name for name in LOSS_FUNCTIONS if hasattr(stock, name))):
+        return f"{type(trainer).__name__}, which overrides the loss of {stock.__name__}"
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss of routers, which is not a mean over rows"
     return None

@@ -7,7 +7,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from fastdpo import packing
-from tests.contract.harness import Harness, sabotaged_by
+from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
 from tests.support.trl.dpo import LORA, trained_adapter
 from tests.support.trl.groups import (
@@ -179,7 +179,7 @@ def harness(trainer_class: type, **attributes) -> Harness:
         bypassing={
             "a subclass with log-probabilities of its own": (
                 dict(trainer_class=type("Own", (OwnScores, trainer_class), {}), beta=0.0),
-                f"OwnScores._get_per_token_logps_and_entropies does not call {trainer_class.__name__}",
+                f"{UNUSED}; Recorded overrides _compute_loss and _get_per_token_logps_and_entropies",
             )
         },
         strict=(dict(peft_config=TUNING, beta=0.0), "without input_ids"),

@@ -2,7 +2,7 @@
 
 import functools
 
-from tests.contract.harness import Harness, sabotaged_by
+from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FUSED
 from tests.support.trl.dpo import adapter, mean_logit, train_both, trained_adapter
@@ -66,7 +66,12 @@ HARNESSES = [
                 "attention dropout is active",
             ),
         },
-        bypassing={"own loss": (dict(trainer_class=OwnLoss), "OwnLoss._compute_loss does not call")},
+        bypassing={
+            "own loss": (
+                dict(trainer_class=OwnLoss),
+                f"{UNUSED}; OwnLoss overrides _compute_loss",
+            )
+        },
         strict=(dict(evaluate=6, compute_metrics=mean_logit), "wants the model's output"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix, faults.late_positions, faults.wrong_scale),
         verified={"as it is": (dict(max_steps=2), 1)},
