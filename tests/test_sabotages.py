@@ -9,6 +9,8 @@ from tests.support import ROOT
 from tests.support.sabotages import Sabotage, outcome_of, sabotages
 
 OTHERS = (
+    "trainers that bypass the fused call",
+    "steps that nothing has cut",
     *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
     "reward models of TRL before its fused head",
     "references of cut steps",
