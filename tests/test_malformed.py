@@ -104,6 +104,7 @@ def wrong_shapes(name: str, good: Tensor) -> Iterator[Wrong]:
     huge = good.reshape(-1)[:1].expand(2**40).view(2**40, *[1] * (good.dim() - 1))
     shapes = [good[:0], good.flatten()[0], good[None], torch.cat([good, good[:1]])]
     shapes += [] if name == "value" else [good[..., :0]]
+    shapes += [good.flatten()] if good.dim() > 1 else []
     for value in [*shapes, *([] if name == "cu_seqlens" else [huge])]:
         yield Wrong(value, r"(be \[|have (the )?shape|tile|increase)", True)
     yield Wrong(good.to("meta"), "(be on (the CPU or )?the device of|hold values)", True)

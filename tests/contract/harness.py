@@ -146,8 +146,8 @@ def repeated(cases: Mapping[str, tuple[Options, Calls]]) -> frozenset[str]:
     return frozenset(name for i, name in enumerate(cases) if (i + i // 2) % 2)
 
 
-def trainings_of(environment: str) -> Iterator[Harness]:
-    for path in sorted((Path(__file__).parent / "trainers" / environment).glob("*.py")):
+def trainings_of(environment: str, files: str = "*.py") -> Iterator[Harness]:
+    for path in sorted((Path(__file__).parent / "trainers" / environment).glob(files)):
         yield from importlib.import_module(f"tests.contract.trainers.{environment}.{path.stem}").HARNESSES
 
 
@@ -161,8 +161,7 @@ def harnesses() -> tuple[Harness, ...]:
     version = Version(importlib.metadata.version("trl"))
     if version < Version("0.29"):
         return tuple(trainings_of("trl_legacy"))
-    of_trl = tuple(trainings_of("trl"))
-    return of_trl if version >= Version("1.15") else tuple(x for x in of_trl if x.name == "trl.DPOTrainer")
+    return tuple(trainings_of("trl", "*.py" if version >= Version("1.15") else "dpo.py"))
 
 
 def cases(attribute: str) -> pytest.MarkDecorator:

@@ -1,9 +1,20 @@
 """Trainers under autocast: accelerate wraps their models in casts."""
 
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.contract.harness import each
 from tests.support.comparison import assert_fused, assert_same_in_low_precision, differences_of_gradients, largest
+
+
+@pytest.fixture(autouse=True)
+def _own_precision(monkeypatch):
+    """accelerate keeps the precision of an earlier trainer, and older TrainingArguments set a variable."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
 
 
 @each(lambda harness: harness.build and harness.name.startswith("trl."))

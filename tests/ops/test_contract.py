@@ -331,13 +331,14 @@ def test_opcheck(name, dtype, run, monkeypatch):
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_for_any_number_of_tokens(name, run):
+def test_compiles_for_any_number_of_tokens(name, dtype, run):
     torch.compiler.reset()
     compiled = torch.compile(CALLS[name].op, fullgraph=True, dynamic=True, backend="aot_eager")
     for size in ("some", "many"):
-        inputs = run.inputs(name, size)
-        assert same(run(name, inputs, compiled), run(name, inputs))
+        inputs = run.inputs(name, size, dtype)
+        assert same(run(name, inputs, compiled, dtype), run(name, inputs, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", OF_HEADS)

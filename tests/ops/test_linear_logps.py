@@ -308,18 +308,6 @@ def test_a_head_with_a_low_rank_adapter(dtype):
         assert_as_accurate_as(x, eager, exact, dtype)
 
 
-@pytest.mark.parametrize("name", ["kept", "recomputed"])
-def test_each_mode_compiles_in_float16(name, mode):
-    """Also with Triton kernels, including the fused kernel."""
-    torch.compiler.reset()
-    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
-    inputs, options = head_inputs(9, 131, 24, torch.float16), {**mode(name, torch.float16), "outputs": ("logps",)}
-    results, gradients = results_and_gradients(compiled, inputs, **options)
-    expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
-    assert torch.equal(results.logps, expected.logps)
-    assert all(torch.equal(gradient, expected_gradients[leaf]) for leaf, gradient in gradients.items())
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["kept", "recomputed", "weight alone"])
 def test_main_grad_compiles_fullgraph(name, backend, mode):

@@ -54,31 +54,6 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("groups", GROUPS)
-def test_output_and_gradients_are_as_accurate_as_eager(groups, heads, dtype):
-    rows = rows_of(GROUPS[groups])
-    assert_accurate(rows, attention_inputs(rows, heads, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("groups", ["pairs", "threes", "mixed", "tree"])
-def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, path):
-    rows = rows_of(GROUPS[groups])
-    assert_accurate(rows, attention_inputs(rows, heads, dtype), **options_of(features, heads, dtype))
-
-
-@pytest.mark.parametrize("heads", ["multi-query", "wide values"])
-@pytest.mark.parametrize("window", [2, 4, 5, 6, 8, 9, 10, 11, 41, 42])
-def test_windows_around_every_boundary(window, heads, path):
-    """Windows of 2, around the prefix lengths 5 and 9, and around the longest row of 42."""
-    rows = rows_of([(5, [3, (4, [2, 3])]), (9, [1, 6, 33]), (0, [7])])
-    assert_accurate(rows, attention_inputs(rows, heads), window=window)
-
-
 ISLANDS = torch.tensor(
     [
         *([0, 0, 0, 3], [0, 7, 3, 4], [0, 7, 7, 2]),  # text, an image, text
@@ -90,16 +65,30 @@ ISLANDS = torch.tensor(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("features", FEATURES)
-def test_islands_are_as_accurate_as_eager(features, heads, dtype, path):
-    assert_accurate(ISLANDS, attention_inputs(ISLANDS, heads, dtype), **options_of(features, heads, dtype))
+@pytest.mark.parametrize("groups", [*GROUPS, "islands"])
+def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, path):
+    rows = ISLANDS if groups == "islands" else rows_of(GROUPS[groups])
+    assert_accurate(rows, attention_inputs(rows, heads, dtype), **options_of(features, heads, dtype))
 
 
-@pytest.mark.parametrize("window", [1, 2, 6, 7, 150])
-def test_islands_see_ahead_in_any_window(window, path):
-    assert_accurate(ISLANDS, attention_inputs(ISLANDS), window=window)
+WINDOWS = {  # rows, and windows around their boundaries
+    "prefixes of 5 and 9, and a row of 42": (
+        rows_of([(5, [3, (4, [2, 3])]), (9, [1, 6, 33]), (0, [7])]),
+        (2, 4, 5, 6, 8, 9, 10, 11, 41, 42),
+    ),
+    "islands": (ISLANDS, (1, 2, 6, 7, 150)),
+    "several blocks": (rows_of([(300, [280, 10, 200]), (0, [301])]), (50, 129, 300, 450)),
+}
+
+
+@pytest.mark.parametrize("heads", ["grouped", "multi-query", "wide values"])
+@pytest.mark.parametrize(("name", "window"), [(name, x) for name, (_, windows) in WINDOWS.items() for x in windows])
+def test_windows_around_every_boundary(name, window, heads, path):
+    rows, _ = WINDOWS[name]
+    assert_accurate(rows, attention_inputs(rows, heads), window=window)
 
 
 def test_islands_equal_attention_with_their_mask():
@@ -113,13 +102,6 @@ def test_islands_equal_attention_with_their_mask():
     torch.testing.assert_close(packed_attention(query, key, value, rows), expected)
     causal = torch.tensor([[0, 0, 0, 12]], dtype=torch.int32)
     assert error(packed_attention(query, key, value, causal), expected) > 0.05
-
-
-@pytest.mark.parametrize("window", [50, 129, 300, 450])
-def test_windows_of_several_blocks(window):
-    """Shorter and longer than a block, as long as the prefix, shorter than prefix and completion."""
-    rows = rows_of([(300, [280, 10, 200]), (0, [301])])
-    assert_accurate(rows, attention_inputs(rows), window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
