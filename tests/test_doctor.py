@@ -106,6 +106,9 @@ def llama(**options):
     return LlamaForCausalLM(LlamaConfig(**sizes, **options))
 
 
+BLOOM = dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+
+
 def test_a_model_with_dropout():
     model = llama().eval()
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
@@ -116,15 +119,17 @@ def test_a_model_with_dropout():
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("name", "model", "reason"),
     [
-        (lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)), "its attention"),
-        (lambda: llama(attention_dropout=0.1), "attention dropout is active"),
+        ("packing and fused head", lambda: BloomForCausalLM(BloomConfig(**BLOOM)), "its attention"),
+        ("packing and fused head", lambda: llama(attention_dropout=0.1), "attention dropout is active"),
+        ("packing", lambda: reward_model(num_labels=3), "[several-labels]"),
+        ("packing", lambda: reward_model(attention_dropout=0.1), "[attention-dropout]"),
     ],
 )
-def test_a_model_that_is_not_fused(model, reason):
+def test_a_model_that_is_not_fused(name, model, reason):
     (finding,) = doctor.model_findings(model())
-    assert finding.status == FAILED
+    assert (finding.status, finding.name) == (FAILED, name)
     assert reason in finding.detail
 
 
@@ -141,19 +146,6 @@ def test_a_reward_model(padding):
     findings = list(doctor.model_findings(reward_model(pad_token_id=padding)))
     assert statuses(findings) == {"packing": OK, "shared prompts": OK}
     assert findings[0].detail == "LlamaForSequenceClassification"
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (lambda: reward_model(num_labels=3), "several-labels"),
-        (lambda: reward_model(attention_dropout=0.1), "attention-dropout"),
-    ],
-)
-def test_a_reward_model_that_is_not_packed(model, reason):
-    (finding,) = doctor.model_findings(model())
-    assert (finding.status, finding.name) == (FAILED, "packing")
-    assert f"[{reason}]" in finding.detail
 
 
 def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):

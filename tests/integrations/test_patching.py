@@ -312,26 +312,29 @@ def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
     assert "fastdpo" not in model.config.to_json_string(use_diff=False), "a saved config must not name fastdpo"
 
 
-@pytest.fixture
-def flash_attention_2(monkeypatch):
-    stand_in(monkeypatch)
-
-
-def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
+def assert_trains_with(requested: str, loaded: str, directory) -> None:
+    """Asserts that models with an attention are trained by it and keep it, and that padded batches run as before."""
     runs = []
     for name in ("stock", "patched"):
         models = tiny_model(), tiny_model(seed=1)
         for model in models:
-            model.set_attn_implementation("flash_attention_2")
+            model.set_attn_implementation(requested)
+            assert model.config._attn_implementation == loaded
         with fastdpo.patched() if name == "patched" else nullcontext():
-            runs.append(train(tmp_path / name, *models))
+            runs.append(train(directory / name, *models))
             if name == "patched":
-                assert models[0].config._attn_implementation == "fastdpo_fa2"
+                assert attention.is_switched(models[0])
+                assert copy.deepcopy(models[0].config)._attn_implementation == loaded
                 batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
                 padded = models[0].eval()(**batch).logits
-        assert models[0].config._attn_implementation == "flash_attention_2"
+        assert models[0].config._attn_implementation == loaded
     assert_trained_alike(runs, policy=3, reference=3)
     assert torch.equal(padded, models[0](**batch).logits)
+
+
+def test_a_model_with_flash_attention(tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    assert_trains_with("flash_attention_2", "flash_attention_2", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -344,22 +347,7 @@ def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
 )
 def test_a_model_with_attention_from_the_hub(requested, loaded, tmp_path, monkeypatch):
     repositories = hub_attention.install(monkeypatch)
-    runs = []
-    for name in ("stock", "patched"):
-        models = tiny_model(), tiny_model(seed=1)
-        for model in models:
-            model.set_attn_implementation(requested)
-            assert model.config._attn_implementation == loaded
-        with fastdpo.patched() if name == "patched" else nullcontext():
-            runs.append(train(tmp_path / name, *models))
-            if name == "patched":
-                assert attention.is_switched(models[0])
-                assert copy.deepcopy(models[0].config)._attn_implementation == loaded
-                batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
-                padded = models[0].eval()(**batch).logits
-        assert models[0].config._attn_implementation == loaded
-    assert_trained_alike(runs, policy=3, reference=3)
-    assert torch.equal(padded, models[0](**batch).logits)
+    assert_trains_with(requested, loaded, tmp_path)
     assert repositories == [loaded.partition("@")[0]]
     assert [(name, x.__name__) for name, x in notes.builds.items()] == [("flash-attn-2", hub_attention.NAME)]
 

@@ -37,38 +37,29 @@ def assert_same_weights_sent(clients, steps=3):
     assert any(not torch.equal(x, y) for x, y in zip(stock[0].values(), stock[-1].values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.1),
-        dict(vllm_importance_sampling_mode="sequence_truncate", vllm_importance_sampling_clip_max=1.1),
-        dict(temperature=0.7),
-        ADAPTER,
-    ],
-    ids=["as it is", "truncated tokens", "truncated sequences", "temperature", "adapter"],
-)
-def test_grpo(both, clients, options):
-    stock, patched = both(**options)
+IMPORTANCE = dict(vllm_importance_sampling_clip_max=1.1)
+CASES = {
+    "GRPO": (GRPOTrainer, {}),
+    "GRPO, truncated tokens": (GRPOTrainer, dict(vllm_importance_sampling_mode="token_truncate", **IMPORTANCE)),
+    "GRPO, truncated sequences": (GRPOTrainer, dict(vllm_importance_sampling_mode="sequence_truncate", **IMPORTANCE)),
+    "GRPO, temperature": (GRPOTrainer, dict(temperature=0.7)),
+    "GRPO, adapter": (GRPOTrainer, ADAPTER),
+    "GRPO, no correction": (GRPOTrainer, dict(vllm_importance_sampling_correction=False)),
+    "RLOO": (RLOOTrainer, {}),
+    "RLOO, adapter": (RLOOTrainer, ADAPTER),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups(both, clients, name):
+    trainer_class, options = CASES[name]
+    stock, patched = both(trainer_class, **options)
     assert_same_groups(stock, patched)
-    assert_fused(patched, **SCORED_ONCE)
+    corrects = "no correction" not in name
+    assert_fused(patched, **SCORED_ONCE | ({} if corrects else dict(old_policy=0)))
     assert_same_weights_sent(clients)
-    ratios = [log["sampling/importance_sampling_ratio/mean"] for log in stock.logs if "loss" in log]
-    assert all(ratio != 1 for ratio in ratios)
-
-
-def test_grpo_without_correction(both, clients):
-    stock, patched = both(vllm_importance_sampling_correction=False)
-    assert_same_groups(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
-
-
-@pytest.mark.parametrize("options", [{}, ADAPTER], ids=["full", "adapter"])
-def test_rloo(both, clients, options):
-    stock, patched = both(RLOOTrainer, **options)
-    assert_same_groups(stock, patched)
-    assert_fused(patched, **SCORED_ONCE)
-    assert_same_weights_sent(clients)
+    if "GRPO" in name and corrects:
+        assert all(log["sampling/importance_sampling_ratio/mean"] != 1 for log in stock.logs if "loss" in log)
 
 
 @pytest.mark.parametrize("options", [{}, ADAPTER], ids=["full", "adapter"])

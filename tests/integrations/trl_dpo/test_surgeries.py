@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from transformers import TrainerCallback
-from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.models.examine import probe
@@ -31,15 +30,6 @@ class Operate(TrainerCallback):
             self.operate(model)
 
 
-def operated(operate) -> type[DPOTrainer]:
-    class Operated(DPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(Operate(operate))
-
-    return Operated
-
-
 @pytest.mark.parametrize("surgery", SURGERIES, ids=lambda surgery: surgery.operate.__name__)
 def test_surgery(tmp_path, caplog, surgery):
     def options() -> dict:
@@ -49,7 +39,7 @@ def test_surgery(tmp_path, caplog, surgery):
             if surgery.adapter
             else dict(reference=tiny_model(seed=1))
         )
-        return dict(model=tiny_model(), trainer_class=operated(surgery.operate), max_steps=STEPS, **arguments)
+        return dict(model=tiny_model(), callbacks=[Operate(surgery.operate)], max_steps=STEPS, **arguments)
 
     stock = train(tmp_path / "stock", **options())
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
@@ -92,15 +82,10 @@ BETWEEN = [
 
 @pytest.mark.parametrize("operate", BETWEEN, ids=lambda operate: operate.__name__)
 def test_surgery_between_the_calls_of_policy_and_reference(tmp_path, caplog, operate):
-    class Operated(DPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(OperateAfterThePolicy(operate))
-
     def options() -> dict:
         torch.manual_seed(3)
-        adapter = LoraConfig(**LORA)
-        return dict(model=tiny_model(), reference=None, peft_config=adapter, trainer_class=Operated, max_steps=STEPS)
+        callbacks, adapter = [OperateAfterThePolicy(operate)], LoraConfig(**LORA)
+        return dict(model=tiny_model(), reference=None, peft_config=adapter, callbacks=callbacks, max_steps=STEPS)
 
     stock = train(tmp_path / "stock", **options())
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
@@ -126,11 +111,6 @@ def test_a_model_that_changes_and_changes_back(tmp_path, caplog, adapter):
             elif state.global_step in (2, 4):
                 changed._forward_hooks.clear()
 
-    class Toggled(DPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(Toggle())
-
     def roll(module, args, output):
         return output.roll(1, 1)
 
@@ -141,7 +121,7 @@ def test_a_model_that_changes_and_changes_back(tmp_path, caplog, adapter):
         changed = (policy if adapter else reference).model.layers[0].mlp
         sides = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=reference)
         with caplog.at_level(logging.WARNING, "fastdpo"), patch():
-            runs.append(train(tmp_path, policy, trainer_class=Toggled, max_steps=5, **sides))
+            runs.append(train(tmp_path, policy, callbacks=[Toggle()], max_steps=5, **sides))
     roles = ("policy", "reference") if adapter else ("reference",)
     toggled = {(role, path): n for role in roles for path, n in (("fused", 3), ("stock", 2))}
     assert_trained_alike(runs, {("policy", "fused"): 5, ("reference", "fused"): 5} | toggled)

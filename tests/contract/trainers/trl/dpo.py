@@ -101,6 +101,13 @@ OPTIONS = {
     "evaluation_first": (dict(evaluate=4, eval_on_start=True), dict(policy=3, reference=3 + 2, eval=2)),
     # batches
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
+    **{
+        f"logged after {n} steps": (
+            dict(logging_steps=n, gradient_accumulation_steps=2, max_steps=5, evaluate=7, eval_strategy="epoch"),
+            dict(policy=10, reference=10 + 8, eval=8),  # evaluated in each epoch, and at the end
+        )
+        for n in (2, 5)
+    },
     "batch_of_one": (dict(per_device_train_batch_size=1), FULL),  # one pair: rows 0 and 1 share the prompt
     "last_batch_is_partial": (dict(per_device_train_batch_size=6, max_steps=3), FULL),  # 6, 6, 4 pairs
     "worker_processes": (dict(dataloader_num_workers=1, max_steps=2), dict(policy=2, reference=2)),  # shared memory
