@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import GRPOTrainer
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
@@ -17,7 +16,7 @@ from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
 from tests.support.trl.reward import reward_model, train_reward
-from tests.support.workers import budgets, group_budgets
+from tests.support.workers import budgets
 
 DPO = "trl.DPOTrainer"
 ACCUMULATED = dict(
@@ -33,14 +32,12 @@ TOTAL = 6000
 LAWS = {"proportional": lambda tokens: 10 * tokens, "quadratic": lambda tokens: tokens * tokens // 22}
 
 
-def trained(trainer: str, directory: Path, **options) -> Run | group_budgets.Trained:
+def trained(trainer: str, directory: Path, **options) -> Run:
     steps = {**ACCUMULATED, **options}
     if trainer == DPO:
         return train(directory, tiny_model(), tiny_model(seed=1), **steps)
     if trainer == "trl.RewardTrainer":
         return train_reward(directory, reward_model(), **steps)
-    if trainer == "trl.GRPOTrainer":
-        return group_budgets.trained(directory, GRPOTrainer, max_steps=5)
     return budgets.trained(directory, trainer, max_steps=5)
 
 

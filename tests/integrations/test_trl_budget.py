@@ -7,22 +7,35 @@ import torch
 from datasets import IterableDataset
 from peft import PromptTuningConfig, TaskType
 from transformers import TrainerCallback
-from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
 from fastdpo.integrations.trl import kto as kto_line
 from fastdpo.integrations.trl.max_tokens.budget import BudgetLine, StepBudget
 from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
-from fastdpo.integrations.trl.sft import SFTLine
 from fastdpo.models import calls as counters
 from tests.support.comparison import assert_same_gradients, assert_same_logs
-from tests.support.models.families import DYNAMIC, FUSED
-from tests.support.trl import kto, reward, sft
-from tests.support.trl.dpo import Run, adapter, assert_same, pairs, recorded_packs, tiny_model, tokenizer, train
+from tests.support.trl import reward
+from tests.support.trl.dpo import Run, adapter, pairs, recorded_packs, tokenizer
 from tests.support.trl.resuming import assert_resumes
 from tests.support.workers import budgets
-from tests.support.workers.budgets import COMMON, DPO, KTO, MAX_TOKENS, REWARD, SFT, TPO, TRAINERS, compared, trained
+from tests.support.workers.budgets import (
+    COMMON,
+    DPO,
+    GROUPS,
+    GRPO,
+    KTO,
+    MAX_TOKENS,
+    REWARD,
+    RLOO,
+    SFT,
+    TPO,
+    TRAINERS,
+    assert_cut_alike,
+    compared,
+    trained,
+)
 from tests.support.workers.processes import run_ranks
 
 STEPS = 3
@@ -140,13 +153,14 @@ def test_each_call_is_packed_once(tmp_path, monkeypatch, trainer):
     assert len(packs) == calls + models
 
 
-@pytest.mark.parametrize("trainer", [DPO, REWARD])
+@pytest.mark.parametrize("trainer", [DPO, REWARD, GRPO])
 def test_what_is_not_shared_counts_for_each_row(tmp_path, monkeypatch, trainer):
     tokens, count, calls = [], counters.count_tokens, {}
     monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
     for share in (True, False):
         with fastdpo.patched(trainer, max_tokens=MAX_TOKENS[trainer], share_prompts=share):
-            calls[share] = trained(tmp_path / str(share), trainer).calls["policy", "fused"]
+            options = dict(beta=0.0) if trainer == GRPO else {}  # without a reference, which scores whole batches
+            calls[share] = trained(tmp_path / str(share), trainer, **options).calls["policy", "fused"]
     assert max(tokens) <= MAX_TOKENS[trainer]
     assert calls[True] < calls[False]
 
@@ -167,13 +181,13 @@ def test_resuming(tmp_path, sampling):
     assert_resumes(tmp_path, rows, train_sampling_strategy=sampling, remove_unused_columns=False, **accumulated)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [*TRAINERS, *GROUPS])
 def test_two_ranks(tmp_path, trainer):
     run_ranks(2, budgets.train_rank, tmp_path, trainer)
     ranks = [[Run(**x) for x in torch.load(tmp_path / f"rank{rank}.pt")] for rank in range(2)]
     for stock, patched in ranks:
         assert not stock.calls
-        assert_same(stock, patched)
+        assert_cut_alike(trainer, stock, patched)
         assert {path for _, path in patched.calls} == {"fused"}
     assert ranks[0][1].calls == ranks[1][1].calls, "all ranks have the same number of micro-batches"
     if trainer in (
@@ -199,6 +213,7 @@ def test_batches_that_fall_back(compare, trainer):
 
 
 CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer, DPO: DPOTrainer, REWARD: RewardTrainer, TPO: TPOTrainer}
+CLASSES |= {GRPO: GRPOTrainer, RLOO: RLOOTrainer}
 
 
 def with_padding(trainer_class: type, is_real) -> type:
@@ -290,14 +305,18 @@ def acting(trainer_class: type, act, substep: int) -> type:
     return Acting
 
 
-@pytest.mark.parametrize("action", WITHIN_A_STEP)
-@pytest.mark.parametrize("trainer", TRAINERS)
+ACTIONS = [(trainer, action) for trainer in TRAINERS for action in WITHIN_A_STEP]
+ACTIONS += [(trainer, action) for trainer in GROUPS for action in WITHIN_A_STEP if "unpatching" in action]
+
+
+@pytest.mark.parametrize(("trainer", "action"), ACTIONS)
 def test_batches_that_wait_for_the_end_of_a_step_are_not_lost(compare, trainer, action):
     patched = compare(trainer, trainer_class=acting(CLASSES[trainer], *WITHIN_A_STEP[action]), evaluate=6)
-    assert {path for _, path in patched.calls} == ({"fused"} if "unpatching" not in action else set())
+    paths = {path for role, path in patched.calls if role == "policy" or trainer in TRAINERS}
+    assert paths == ({"fused"} if "unpatching" not in action else set())
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [*TRAINERS, *GROUPS])
 def test_a_lost_row_is_noticed(compare, monkeypatch, trainer):
     units = UnitPlanner.units
     monkeypatch.setattr(UnitPlanner, "units", lambda self, run: [*units(self, run)[:-1], units(self, run)[0]])
@@ -346,127 +365,3 @@ def test_a_wrong_weight_or_metric_is_noticed(compare, monkeypatch, trainer, sabo
     sabotage(monkeypatch)
     with pytest.raises(AssertionError):
         compare(trainer)
-
-
-class OwnLoss(SFTTrainer):
-    def compute_loss(self, *args, **kwargs):
-        return 2 * super().compute_loss(*args, **kwargs)
-
-
-class OwnKL(KTOTrainer):
-    def _compute_kl_logps(self, model, batch):
-        return super()._compute_kl_logps(model, batch)
-
-
-class OwnSteps(KTOTrainer):
-    def training_step(self, *args, **kwargs):
-        return torch.zeros(())
-
-
-class SumOverPairs(DPOTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
-
-
-class RankedReference(DPOTrainer):
-    def compute_ref_log_probs(self, model, inputs):
-        chosen, rejected = super().compute_ref_log_probs(model, inputs)
-        return chosen - chosen.mean(), rejected
-
-
-class OwnPairSteps(DPOTrainer):
-    def training_step(self, model, inputs, *args):
-        return self.compute_loss(model, self._prepare_inputs(inputs))
-
-
-class SumOfRewards(RewardTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
-
-
-def without_loss_arguments(model):
-    model.accepts_loss_kwargs = False
-    return model
-
-
-OVERRIDING = {
-    SFT: [OwnLoss],
-    KTO: [OwnKL],
-    DPO: [SumOverPairs, RankedReference],
-    REWARD: [SumOfRewards],
-}
-REFUSED = {
-    "own steps": (KTO, dict(trainer_class=OwnSteps), "OwnSteps, whose training_step does not call that of KTOTrainer"),
-    "own steps of pairs": (DPO, dict(trainer_class=OwnPairSteps), "OwnPairSteps, whose training_step does not call"),
-    "another mean": (SFT, dict(prepare=without_loss_arguments), "models whose loss does not take num_items_in_batch"),
-    "prompt tuning": (
-        REWARD,
-        dict(peft_config=PromptTuningConfig(task_type=TaskType.SEQ_CLS, **TUNING)),
-        "prompt tuning",
-    ),
-    "aot": (DPO, dict(loss_type="aot"), "loss_type='aot', which is not a mean over pairs"),
-    "no reference completions": (TPO, dict(tpo_alpha=0.0), "tpo_alpha=0, with which batches have no reference"),
-    "a reference without tokens": (TPO, dict(max_length=3), "reference completions that truncation has left nothing"),
-    "sft": (DPO, dict(loss_type=["sigmoid", "sft"]), "loss_type='sft'"),
-    **{
-        f"rotary embeddings, {trainer}": (
-            trainer,
-            dict(tiny=dict(rope_parameters=DYNAMIC, max_position_embeddings=16)),
-            "batches of up to [0-9]+ tokens, since .*; truncate by max_length",
-        )
-        for trainer in TRAINERS
-    },
-    **{
-        kind.__name__: (
-            trainer,
-            dict(trainer_class=kind),
-            f"{kind.__name__}, which overrides the loss of {CLASSES[trainer].__name__}",
-        )
-        for trainer, kinds in OVERRIDING.items()
-        for kind in kinds
-    },
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, case):
-    trainer, options, message = REFUSED[case]
-    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
-    with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {message}"):
-        trained(tmp_path, trainer, **options)
-
-
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
-    """Before it has stepped. It would step once for each micro-batch. Hooks that mask gradients are not refused."""
-    model = tiny_model()
-    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient)
-    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
-    train(tmp_path, model, tiny_model(seed=1), max_steps=1)
-    before = [x.clone() for x in model.parameters()]
-
-    def step(x):
-        x.data.add_(x.grad, alpha=-0.01)
-        x.grad = None
-
-    for x in model.parameters():
-        x.register_post_accumulate_grad_hook(step)
-    with pytest.raises(
-        NotImplementedError, match=r"does not support optimizers that step in the backward pass, as .*step may do"
-    ):
-        train(tmp_path, model, tiny_model(seed=1), max_steps=1)
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-@pytest.mark.parametrize("trainer", [SFT, KTO, DPO])
-def test_a_router_loss_is_refused(tmp_path, trainer):
-    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
-    model = tiny_model("mixtral", **FUSED["mixtral"][1])
-    train_one = {SFT: sft.train_sft, KTO: kto.train_kto, DPO: train}[trainer]
-    with pytest.raises(NotImplementedError, match="does not support the auxiliary loss of routers"):
-        train_one(tmp_path, model, tiny_model("mixtral", **FUSED["mixtral"][1]), router_aux_loss_coef=0.5)
-
-
-def test_batches_with_other_entries_are_refused():
-    batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
-    with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
-        SFTLine(SFT, ("trl.trainer.sft_trainer",)).joined(None, [batch])

@@ -1,0 +1,164 @@
+"""What `patch(max_tokens=...)` refuses, before or within a training, with the reason."""
+
+import pytest
+import torch
+from peft import PromptTuningConfig, TaskType
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+
+import fastdpo
+from fastdpo.integrations.trl.sft import SFTLine
+from tests.integrations.test_trl_budget import CLASSES, TUNING
+from tests.support.models.families import DYNAMIC, FUSED
+from tests.support.trl import kto, sft
+from tests.support.trl.dpo import tiny_model, train
+from tests.support.workers.budgets import (
+    DPO,
+    GRPO,
+    KTO,
+    MAX_TOKENS,
+    REWARD,
+    RLOO,
+    SFT,
+    TPO,
+    TRAINERS,
+    trained,
+)
+
+
+class OwnLoss(SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+class OwnKL(KTOTrainer):
+    def _compute_kl_logps(self, model, batch):
+        return super()._compute_kl_logps(model, batch)
+
+
+class OwnSteps(KTOTrainer):
+    def training_step(self, *args, **kwargs):
+        return torch.zeros(())
+
+
+class SumOverPairs(DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
+class RankedReference(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        chosen, rejected = super().compute_ref_log_probs(model, inputs)
+        return chosen - chosen.mean(), rejected
+
+
+class OwnPairSteps(DPOTrainer):
+    def training_step(self, model, inputs, *args):
+        return self.compute_loss(model, self._prepare_inputs(inputs))
+
+
+class OwnGroupLoss(RLOOTrainer):
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+class OwnGroupSteps(GRPOTrainer):
+    def training_step(self, model, inputs, num_items_in_batch):
+        return torch.zeros(())
+
+
+class SumOfRewards(RewardTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
+def without_loss_arguments(model):
+    model.accepts_loss_kwargs = False
+    return model
+
+
+LOSSES = "which overrides the loss of"
+STEPS = "whose training_step does not call that of"
+OVERRIDING = {
+    SFT: {OwnLoss: LOSSES},
+    KTO: {OwnKL: LOSSES, OwnSteps: STEPS},
+    DPO: {SumOverPairs: LOSSES, RankedReference: LOSSES, OwnPairSteps: STEPS},
+    REWARD: {SumOfRewards: LOSSES},
+    GRPO: {OwnGroupSteps: STEPS},
+    RLOO: {OwnGroupLoss: LOSSES},
+}
+REFUSED = {
+    "another mean": (SFT, dict(prepare=without_loss_arguments), "models whose loss does not take num_items_in_batch"),
+    "prompt tuning": (
+        REWARD,
+        dict(peft_config=PromptTuningConfig(task_type=TaskType.SEQ_CLS, **TUNING)),
+        "prompt tuning",
+    ),
+    "aot": (DPO, dict(loss_type="aot"), "loss_type='aot', which is not a mean over pairs"),
+    "no reference completions": (TPO, dict(tpo_alpha=0.0), "tpo_alpha=0, with which batches have no reference"),
+    "a reference without tokens": (TPO, dict(max_length=3), "reference completions that truncation has left nothing"),
+    "sft": (DPO, dict(loss_type=["sigmoid", "sft"]), "loss_type='sft'"),
+    "bnpo": (GRPO, dict(loss_type="bnpo"), "loss_type='bnpo', which depends on the batch of a row"),
+    "entropy bonus": (GRPO, dict(entropy_coef=0.3), "an entropy bonus, which is a mean"),
+    "quantile": (GRPO, dict(top_entropy_quantile=0.35), "top_entropy_quantile below 1"),
+    **{
+        f"rotary embeddings, {trainer}": (
+            trainer,
+            dict(tiny=dict(rope_parameters=DYNAMIC, max_position_embeddings=16)),
+            "batches of up to [0-9]+ tokens, since .*; truncate by max_length",
+        )
+        for trainer in TRAINERS
+    },
+    **{
+        kind.__name__: (
+            trainer,
+            dict(trainer_class=kind),
+            f"{kind.__name__}, {what} {CLASSES[trainer].__name__}",
+        )
+        for trainer, kinds in OVERRIDING.items()
+        for kind, what in kinds.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    trainer, options, message = REFUSED[case]
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
+    with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {message}"):
+        trained(tmp_path, trainer, **options)
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
+    """Before it has stepped. It would step once for each micro-batch. Hooks that mask gradients are not refused."""
+    model = tiny_model()
+    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient)
+    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
+    train(tmp_path, model, tiny_model(seed=1), max_steps=1)
+    before = [x.clone() for x in model.parameters()]
+
+    def step(x):
+        x.data.add_(x.grad, alpha=-0.01)
+        x.grad = None
+
+    for x in model.parameters():
+        x.register_post_accumulate_grad_hook(step)
+    with pytest.raises(
+        NotImplementedError, match=r"does not support optimizers that step in the backward pass, as .*step may do"
+    ):
+        train(tmp_path, model, tiny_model(seed=1), max_steps=1)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("trainer", [SFT, KTO, DPO])
+def test_a_router_loss_is_refused(tmp_path, trainer):
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
+    model = tiny_model("mixtral", **FUSED["mixtral"][1])
+    train_one = {SFT: sft.train_sft, KTO: kto.train_kto, DPO: train}[trainer]
+    with pytest.raises(NotImplementedError, match="does not support the auxiliary loss of routers"):
+        train_one(tmp_path, model, tiny_model("mixtral", **FUSED["mixtral"][1]), router_aux_loss_coef=0.5)
+
+
+def test_batches_with_other_entries_are_refused():
+    batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
+    with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
+        SFTLine(SFT, ("trl.trainer.sft_trainer",)).joined(None, [batch])
