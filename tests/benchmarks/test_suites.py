@@ -18,7 +18,6 @@ from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from benchmarks.suites import SUITES, accumulated, attention, hybrid, step
 from benchmarks.worker import build_side
-from fastdpo.models import compiled
 from tests.support.programs.warm import run_program
 
 HERE = Path(__file__).parent
@@ -163,10 +162,9 @@ def test_attention_with_each_feature_of_a_gpus_cases_is_correct():
 
 @pytest.mark.parametrize("case", [*(pytest.param(i, marks=pytest.mark.thorough) for i in range(3)), 3])
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
-    """Runs the GPU cases on tiny sizes, without the side that is compiled for minutes, and with layers that are traced
-    only. The sides run one by one, as on a GPU that does not hold them together.
+    """Runs the GPU cases on tiny sizes, without the side that is compiled for minutes. The sides run one by one, as on
+    a GPU that does not hold them together.
     """
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     work = step.build_gpu_cases(quick=True)[case]
     work = dataclasses.replace(work, sides=tuple(side for side in work.sides if side.name != step.STOCK_COMPILED))
     monkeypatch.setitem(SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [work]))

@@ -10,12 +10,10 @@ from trl import DPOTrainer
 import fastdpo
 from tests.support.comparison import (
     approximately,
-    assert_same_in_low_precision,
     assert_trained_alike,
 )
 from tests.support.trl.dpo import (
     assert_a_missing_token_is_noticed,
-    assert_fused,
     build,
     run_two_ranks,
     tiny_model,
@@ -26,13 +24,6 @@ from tests.support.trl.dpo import (
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_the_comparison_detects_a_missing_token(tmp_path, loss):
     assert_a_missing_token_is_noticed(tmp_path, loss_type=loss)
-
-
-def test_bf16(both, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it and does not reset it
-    stock, patched = both(bf16=True)
-    assert_fused(patched, policy=3, reference=3)
-    assert_same_in_low_precision(stock, patched, torch.bfloat16, stock.in_float64)
 
 
 def test_padding_free_equals_padded(both, tmp_path, caplog):

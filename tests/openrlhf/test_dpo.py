@@ -1,15 +1,16 @@
 """OpenRLHF's DPOTrainer: its labels, its attention and sharded models."""
 
+import functools
 import logging
 
 import pytest
 import torch
-from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
 
 import fastdpo
 from fastdpo.integrations.openrlhf.dpo import answer_labels
-from tests.support.comparison import assert_far_from_same, double
+from tests.contract.trainers.openrlhf import dpo as description
+from tests.support.comparison import assert_far_from_same
 from tests.support.stand_ins.flash import stand_in
 
 FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
@@ -17,20 +18,7 @@ FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
 
 @pytest.fixture
 def both(tmp_path):
-    """A function that trains stock, then patched, from the same initial weights.
-
-    `loss` are fields of the arguments' namespace `model`.
-    """
-
-    def run(kind="llama", packing=False, tiny=None, loss=None, **options):
-        paths = [checkpoint(tmp_path, kind, seed, **(tiny or {})) for seed in range(2)]
-        stock = train(*paths, Strategy(packing, **(loss or {})), **options)
-        stock.in_float64 = lambda: train(*paths, Strategy(packing, **(loss or {})), cast=double, **options)
-        assert not stock.calls
-        with fastdpo.patched("openrlhf"):
-            return stock, train(*paths, Strategy(packing, **(loss or {})), **options)
-
-    return run
+    return functools.partial(description.both, tmp_path)
 
 
 @pytest.mark.parametrize("loss", [dict(), dict(ipo_enable=True)], ids=["sigmoid", "ipo"])
@@ -126,14 +114,9 @@ def test_subclass(both):
     assert patched.calls == FUSED
 
 
-def test_report_and_unpatching(tmp_path, caplog):
-    stock = dpo_trainer.DPOTrainer.concatenated_forward
-    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+def test_the_report(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"), fastdpo.patched() as report:
         assert str(report) == "fastdpo: openrlhf.DPOTrainer (0.11.2): on | openrlhf.RewardModelTrainer (0.11.2): on"
-        assert dpo_trainer.DPOTrainer.concatenated_forward is not stock
-    assert dpo_trainer.DPOTrainer.concatenated_forward is stock
-    assert not train(*paths, Strategy()).calls
 
 
 def test_an_unsupported_version_raises(monkeypatch):

@@ -1,30 +1,17 @@
 """What OpenRLHF's RewardModelTrainer does to its model: normalized rewards, ring attention."""
 
+import functools
+
 import pytest
 from openrlhf_runs import RecordedRewards, Strategy, assert_same, checkpoint, train_rewards
 
 import fastdpo
-from tests.support.comparison import double
-
-FUSED = {("policy", "fused"): 3}
+from tests.contract.trainers.openrlhf import reward as description
 
 
 @pytest.fixture
 def both(tmp_path):
-    """A function that trains stock, then patched, from the same initial weights.
-
-    `model` are fields of the arguments' namespace of this name.
-    """
-
-    def run(kind="llama", packing=False, tiny=None, model=None, **options):
-        path = checkpoint(tmp_path, kind, **(tiny or {}))
-        stock = train_rewards(path, Strategy(packing, **(model or {})), **options)
-        stock.in_float64 = lambda: train_rewards(path, Strategy(packing, **(model or {})), cast=double, **options)
-        assert not stock.calls
-        with fastdpo.patched("openrlhf"):
-            return stock, train_rewards(path, Strategy(packing, **(model or {})), **options)
-
-    return run
+    return functools.partial(description.both, tmp_path)
 
 
 class Normalized(RecordedRewards):

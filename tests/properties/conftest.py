@@ -14,8 +14,7 @@ OPENRLHF = find_spec("openrlhf") is not None
 if OPENRLHF:
     folder = Path(__file__).parents[1] / "openrlhf"
     sys.path[:0] = [str(folder), str(folder / "stand_ins")]
-    # OpenRLHF has no online DPO trainer, and always runs its reference.
-    collect_ignore = ["test_online_dpo.py", "test_reference_log_probs.py"]
+    collect_ignore = ["test_reference_log_probs.py"]  # OpenRLHF always runs its reference
 
 
 @pytest.fixture

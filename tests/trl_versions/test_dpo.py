@@ -9,38 +9,20 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
+from tests.contract.trainers.trl import dpo as description
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import (
-    adapter,
     assert_a_missing_token_is_noticed,
     assert_same,
-    long_pairs,
     tiny_model,
     train,
 )
 from tests.support.trl.verified import assert_verified
 
 installed = Version(version("trl"))
-ROUTED = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
-
-# option: (changed arguments, number of calls of each kind)
-OPTIONS = {
-    "two losses": (
-        dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], evaluate=6),
-        dict(policy=3, reference=3 + 2, eval=2),
-    ),
-    "weighting": (dict(use_weighting=True), dict(policy=3, reference=3)),
-    "adapter": (
-        dict(gradient_accumulation_steps=2, max_steps=2, evaluate=4, **adapter()),
-        dict(policy=4, reference=4 + 1, eval=1),
-    ),
-    "keep_start": (dict(max_length=12, data=long_pairs(), loss_type=["ipo"]), dict(policy=3, reference=3)),
-    "keep_end": (
-        dict(max_length=12, truncation_mode="keep_end", data=long_pairs(), ld_alpha=0.5),
-        dict(policy=3, reference=3),
-    ),
-    "router": (dict(kind="mixtral", tiny=ROUTED), dict(policy=3, reference=3)),
-}
+ROUTER = "router loss in the configuration"
+OPTIONS = ("two_losses", "wpo", "ld", "adapter", "keep_start", "keep_end", "evaluation", "accumulation", ROUTER)
+"""Those of the contract that are trained with every version."""
 
 
 def test_verifying(tmp_path, caplog):
@@ -51,10 +33,10 @@ def test_verifying(tmp_path, caplog):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(both, option):
-    changes, calls = OPTIONS[option]
+    changes, calls = description.OPTIONS[option]
     stock, patched = both(**changes)
     assert_trained_alike((stock, patched), **calls)
-    assert ("aux_loss" in stock.logs[0]) == (option == "router" and installed >= Version("1.8"))
+    assert ("aux_loss" in stock.logs[0]) == (option == ROUTER and installed >= Version("1.8"))
 
 
 def test_precomputing(both, caplog):
