@@ -16,13 +16,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..choice import notes
 from ..devices import compute_capability
-from .device_layout import OP, AttentionOptions, Rows, offsets
+from .device_layout import OP, AttentionOptions, Rows
 from .pieces import flash_supports_scale, with_last_stride_1, with_sinks
 from .triton_backend import kernels_unsupported_reason
 
@@ -89,15 +91,18 @@ class VarlenLayout(NamedTuple):
 
 def varlen_layout(rows: Rows) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention, whatever the default device."""
-    own = torch.tensor([row.own_length for row in rows.checked], dtype=torch.long, device="cpu")
-    before = torch.tensor([row.prefix_length for row in rows.checked], dtype=torch.long, device="cpu")
+    own, before = np.array([(x.own_length, x.prefix_length) for x in rows.checked], dtype=np.int64).reshape(-1, 2).T
     places = None
     if before.any():
         pieces = [piece for row in rows.checked for piece in row.pieces]
-        index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in pieces])
-        places = KeyPlaces(index, index.argsort(stable=True), offsets(index.bincount(minlength=rows.tokens)))
-    max_queries = max((row.own_length for row in rows.checked), default=0)
-    return VarlenLayout(offsets(own), offsets(own + before), max_queries, rows.longest, places)
+        index = np.concatenate([np.arange(start, start + length) for start, length, _ in pieces])
+        readers, counts = index.argsort(kind="stable"), np.bincount(index, minlength=rows.tokens)
+        places = KeyPlaces(torch.from_numpy(index), torch.from_numpy(readers), _offsets(counts))
+    return VarlenLayout(_offsets(own), _offsets(own + before), int(own.max(initial=0)), rows.longest, places)
+
+
+def _offsets(lengths: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.append(0, lengths.cumsum()))
 
 
 class TorchFlash:
