@@ -82,7 +82,7 @@ OTHERS = (
     "ranks choose alike",
     "the factor of gradients that ranks of a sequence group average",
     *("the order of rows that ranks of a sequence group exchange", "heads that ranks of a sequence group exchange"),
-    "ranks of a sequence group with other rows",
+    *("ranks of a sequence group with other rows", "rows that ranks share are counted once"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -35,6 +35,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from fastdpo.models import compiled
 from tests.support import faults
+from tests.support.comparison import double
 from tests.support.kernels import recorder
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
@@ -206,6 +207,10 @@ def with_frozen_tower(**options: Any) -> PreTrainedModel:
     return model
 
 
+def in_float64(**options: Any) -> PreTrainedModel:
+    return double(tiny_model(**options))
+
+
 HYBRID = dict(kind="falcon_h1", **FAMILIES["falcon_h1"][1])
 """A model of recurrences and attention, whose states are shared."""
 
@@ -248,6 +253,11 @@ RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 """The number of ranks in the process of one. pytest's process reads only `Case.ranks`."""
 
 CONTEXT_PARALLEL = dict(parallelism_config=ParallelismConfig(cp_size=RANKS))
+
+TWO_GROUPS = dict(parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=max(RANKS // 2, 1)))
+
+IN_TWO_GROUPS = dict(per_device_train_batch_size=4, per_device_eval_batch_size=4)
+"""In one process, the batches of both groups."""
 
 SEQUENCE_PARALLEL = dict(
     parallelism_config=ParallelismConfig(
@@ -306,6 +316,20 @@ def in_one_process(ranks: int) -> Case:
     """
     filled = UNEVEN + UNEVEN[: 2 * ranks - 1]
     return Case(dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks), data=lambda directory, kind: filled)
+
+
+def shared_by_ranks(
+    what: str, options: dict[str, Any] | None = None, groups: int = 1, alone: str = "stock", **case: Any
+) -> dict[str, Case]:
+    """A training whose ranks, in one group or in two of two ranks, share each batch, and the same in one process."""
+    parallel, size = (CONTEXT_PARALLEL, {}) if groups == 1 else (TWO_GROUPS, IN_TWO_GROUPS)
+    options = options or {}
+    return {
+        f"context parallel {what}": Case(
+            fsdp2() | parallel | options, ranks=2 * groups if size else None, **PATCHED, **case
+        ),
+        f"context parallel {what} in one process": Case(size | options, ranks=1, kinds=(alone,), **case),
+    }
 
 
 SABOTAGED = dict(kinds=("stock", "patched", "sabotaged"))
@@ -410,6 +434,14 @@ CASES = {
     "tensor parallel": Case(**TENSOR_PARALLEL),
     "tensor parallel tied": Case(**(TENSOR_PARALLEL | dict(model=SIX_HEADS | TIED))),
     "fsdp2 of tensor parallel": Case(dict(evaluate=0), in_two_halves=True, ranks=4, **TENSOR_PARALLEL),
+    **shared_by_ranks("with checkpoints", CHECKPOINTED),
+    **shared_by_ranks("lora", CHECKPOINTED, lora=True),
+    **shared_by_ranks("precomputed", PRECOMPUTED, data=shared),
+    **shared_by_ranks("of uneven ends", SEQUENTIAL | dict(evaluate=5), data=uneven),
+    **shared_by_ranks("in two groups", groups=2),
+    **shared_by_ranks("in float64", CHECKPOINTED, make_model=in_float64, alone="patched"),
+    "context parallel compiled": Case(fsdp2() | CONTEXT_PARALLEL, **PATCHED, **COMPILED),
+    "context parallel token budget": Case(fsdp2() | CONTEXT_PARALLEL | WHOLE_STEPS, **PATCHED, **BUDGET),
     **{
         f"{parallelism} {kind}": Case(options, SIX_HEADS, kinds=(kind,))
         for parallelism, options in {

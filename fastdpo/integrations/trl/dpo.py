@@ -17,12 +17,14 @@ from ...logs import NotFused, warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
+from ...models.sequence_group import SequenceGroup
+from ...models.state import ForwardOptions
 from ...reasons import Reason
 from ..collating import REPLACED, with_packed_batches
 from ..line import arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
-from . import precompute
+from . import context_parallel, precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .max_tokens import dealing
@@ -188,3 +190,22 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
     images = True
+    options_rely_on = MappingProxyType({**RewrittenDPOLine.options_rely_on, "cp_size": context_parallel.RELIES_ON})
+
+    def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
+        return super().request(trainer, role)._replace(sequence_group=self._sequence_group())
+
+    def prepare(self, trainer: DPOTrainer) -> None:
+        super().prepare(trainer)
+        state = self.state_of(trainer)
+        if state is not None and self._sequence_group() is not None:
+            context_parallel.install(trainer, state.undo)
+
+    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self._sequence_group() is not None:  # whose ranks divide the tokens of a batch, which the collator does not
+            return stock(trainer, *args, **kwargs)
+        return super().get_train_dataloader(stock, trainer, *args, **kwargs)
+
+    def _sequence_group(self) -> SequenceGroup | None:
+        """The ranks that share each batch. None where accelerate has another way to do it than the tested one."""
+        return None if self.changed_code(context_parallel.RELIES_ON) else context_parallel.sequence_group()

@@ -24,7 +24,7 @@ def is_replaced(accelerator: Any) -> bool:
     """Whether user code has replaced a gathering function of accelerate."""
     functions = [getattr(accelerator, name) for name in _FUNCTIONS]
     modules = [getattr(function, "__globals__", {}).get("__name__", "") for function in functions]
-    return not all(module.startswith("accelerate.") for module in modules)
+    return not all(module.startswith(("accelerate.", "fastdpo.")) for module in modules)
 
 
 @contextmanager
