@@ -45,7 +45,7 @@ def test_every_trainer_is_patched(source, tmp_path):
     """One program imports the trainers from their packages and calls `patch()`, which changes nothing.
     The other does not know of fastdpo.
     """
-    assert len(CLASSES) == 9
+    assert len(CLASSES) == 11
     program = tmp_path / "train.py"
     patch = PATCH if source == "packages" else ""
     program.write_text("\n".join(IMPORTS[source]) + patch + REPLACED.format(trainers=", ".join(CLASSES)))

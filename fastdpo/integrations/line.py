@@ -32,9 +32,9 @@ from . import shortcuts, switching
 from .admission.signatures import attribute_of, signature_difference
 from .admission.tested_code import differing
 from .admission.versions import installed_version
-from .bypass import STATE, leave_unpatched, report_skipped_init, steps_callback, unused_reason
+from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .options import PatchOptions
-from .replacements import Replacements
+from .replacements import Replacements, steps_callback
 from .scored_rows import Inputs, ScoredRows, score
 
 T = TypeVar("T")

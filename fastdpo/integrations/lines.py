@@ -71,18 +71,15 @@ DPO = "trl.DPOTrainer"
 DPO_MODULES = ("trl.trainer.dpo_trainer",)
 ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
 
-TRL, OPENRLHF, SWIFT, FACTORY = ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
+ALL_TRL, TRL, OPENRLHF, SWIFT, FACTORY = ">=0.24,<1.17", ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
 
 LINES = (
     Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES),
     Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES),
     Line(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", ALL_TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
     Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",)),
-    Line("trl.RewardTrainer", TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
-    Line("trl.RewardTrainer", ">=0.24,<1.15", "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
+    Line("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
     Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False),
     Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False),
     Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False),

@@ -15,10 +15,10 @@ from ..logs import logger, strict, warn
 from ..reasons import Reason
 from .admission import packages, tested_code
 from .admission.versions import installed_version, unsupported_version_reason
-from .bypass import existing_trainers
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
 from .options import PatchOptions, applies
+from .replacements import existing_trainers
 
 
 class PatchError(RuntimeError):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..logs import logger
+from ..models.calls import calls_line
+from .bypass import STATE
+
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerState
 
 _INHERITED = object()
 
@@ -94,6 +100,65 @@ def callback(**events: Callable[..., None]) -> TrainerCallback:
     from transformers import TrainerCallback
 
     return type("FastDPOCallback", (TrainerCallback,), {name: staticmethod(x) for name, x in events.items()})()
+
+
+def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None]) -> TrainerCallback:
+    """A callback that checks each step of a trainer before its weights change. At the first log of a training and at
+    its end, it logs how many calls of the trainer took which path, and how many tokens were computed.
+
+    Args:
+        trainer: any trainer of transformers.
+        integration: the name of its line.
+        is_used: checks the first step of a trainer.
+    """
+    reference = weakref.ref(trainer)  # which holds the callback
+    first_step, has_logged = math.inf, False
+
+    def state_of(args: Any) -> Any:
+        """The state of the trainer, or None in the callback of its copy, whose models are copies that say so."""
+        trainer = reference()
+        return None if trainer is None or trainer.args is not args else vars(trainer).get(STATE)
+
+    def on_train_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        nonlocal first_step
+        if state_of(args) is not None:
+            first_step = state.global_step + 1
+
+    def on_pre_optimizer_step(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        patched = state_of(args)
+        if patched is not None:
+            if patched.budget is not None:
+                patched.budget.require_batches(reference())
+            is_used(reference())
+
+    def on_log(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        nonlocal has_logged
+        patched = state_of(args)
+        if patched is not None and state.global_step >= first_step and not has_logged:
+            has_logged = True
+            _log_calls(patched, state)
+
+    def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        patched = state_of(args)
+        if patched is not None:
+            _log_calls(patched, state)
+
+    def _log_calls(patched: Any, state: TrainerState) -> None:
+        line = calls_line(integration, patched.before)
+        if line is not None and state.is_world_process_zero:
+            logger.info(line)
+
+    events = on_train_begin, on_pre_optimizer_step, on_log, on_train_end
+    return callback(**{event.__name__: event for event in events})
+
+
+def existing_trainers(*kinds: type, patched: bool) -> list[Any]:
+    """The trainers of some classes that exist and are patched, or are not."""
+    if not kinds or not existing_instances(*kinds):
+        return []
+    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+    # The line of a subclass may have patched a trainer already.
+    return [x for x in existing_instances(*kinds) if (vars(x).get(STATE) is not None) == patched]
 
 
 def existing_instances(*kinds: type) -> list[Any]:
