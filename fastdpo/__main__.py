@@ -158,8 +158,12 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar="TOKENS",
         help="cut the rows of each step by distinct tokens, or auto",
     )
-    runner.add_argument("--compile", action="store_true", help="compile the decoder layers for packed calls")
-    runner.add_argument("--graphs", action="store_true", help="replay CUDA graphs of packed calls")
+    runner.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="compile layers and replay CUDA graphs, or never, instead of where it pays",
+    )
     runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")

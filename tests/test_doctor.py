@@ -156,7 +156,10 @@ def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):
     assert [finding.name for finding in doctor.choice_findings(CPU)] == ["none"]
     choice = tuning.Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
     notes.note(CPU, choices={"packed_attention T 4096": choice._asdict(), "damaged": None})
-    (finding,) = doctor.choice_findings(CPU)
+    notes.note(CPU, layers={"LlamaForCausalLM": notes.Compiled(12.3, 0.31)})
+    finding, of_layers = doctor.choice_findings(CPU)
+    assert of_layers.name == "compiled layers of LlamaForCausalLM"
+    assert of_layers.detail == "compiling them takes 12 s, and saves 31% of a step"
     assert finding.name == "packed_attention T 4096"
     assert finding.detail == "torch (torch: 1.500 ms; triton: OutOfResources: shared memory)"
 

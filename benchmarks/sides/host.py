@@ -61,8 +61,8 @@ class HostStep(TrainerStep):
 
     Args:
         compiled: whether the trainer compiles the models, once nothing is launched. Models are checked as they are.
-        layers_compiled: option `compile` of `fastdpo.patch`.
-        graphs: option of `fastdpo.patch`, once nothing is launched. A replay does nothing.
+        layers_compiled: whether fastdpo compiles the layers.
+        graphs: whether fastdpo replays CUDA graphs, once nothing is launched. A replay does nothing.
     """
 
     now = staticmethod(time.process_time)

@@ -6,6 +6,7 @@ The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.models.calls import tokens
+from fastdpo.models.pace import Pace
 
 SEEN = 2
 """How often each number of tokens must be seen before all of its batches are replayed."""
@@ -138,8 +140,8 @@ class TrainerStep:
         share_prompts: option of `fastdpo.patch`.
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
-        layers_compiled: option `compile` of `fastdpo.patch`.
-        graphs: option of `fastdpo.patch`. All batches are replayed once they are checked.
+        layers_compiled: whether fastdpo compiles the layers.
+        graphs: whether fastdpo replays CUDA graphs, for all batches once they are checked.
         compiled: whether the trainer compiles the models, as with `DPOConfig(torch_compile=True)`.
         liger: whether Liger's kernels replace layers of the policy, as with `DPOConfig(use_liger_kernel=True)`.
     """
@@ -174,8 +176,11 @@ class TrainerStep:
         self.fused, self.graphs = mode == "fastdpo", graphs
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
-            options = dict(share_prompts=share_prompts, max_tokens=max_tokens, compile=layers_compiled, graphs=graphs)
-            fastdpo.patch(self.TRAINER, **options)
+            compile = layers_compiled or ("auto" if graphs else False)
+            chosen = mock.patch.multiple(Pace, is_recorded=lambda *_: graphs, is_kept=lambda *_: graphs)
+            chosen.start()  # where they pay is not the question
+            weakref.finalize(self, chosen.stop)
+            fastdpo.patch(self.TRAINER, share_prompts=share_prompts, max_tokens=max_tokens, compile=compile)
         self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
         self.labelled = score_labelled_positions() if mode == "labelled" else None
         with TemporaryDirectory() as directory:

@@ -101,6 +101,6 @@ SUITE = Suite(
         AS_ACCUMULATED: "fastdpo in the batches of the trainer.",
         SUBJECT: 'fastdpo with `max_tokens="auto"`, when it has chosen. The steps have no optimizer. On a CPU, their '
         "seconds are those of the processor, added up over its threads.",
-        GRAPHS_OF_COMPILED: "the same with `compile=True` and `graphs=True`, once all batches are replayed.",
+        GRAPHS_OF_COMPILED: "the same with CUDA graphs of compiled layers, once all batches are replayed.",
     },
 )

@@ -40,9 +40,9 @@ SUITE = Suite(
     descriptions={
         STOCK: "the trainer with its defaults, except that gradient checkpointing is off. Its head takes the path of a "
         "GPU up to its launches, as fastdpo's does.",
-        SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU, too, with a library of flash "
-        "attention that launches nothing (`benchmarks/sides/host.py`).",
-        GRAPHS: "with `graphs=True`. A recording runs the backbone once, and a replay does nothing: what is left is "
+        SUBJECT: "the trainer after `fastdpo.patch(compile=False)`. Attention takes the path of a GPU, too, with a "
+        "library of flash attention that launches nothing (`benchmarks/sides/host.py`).",
+        GRAPHS: "with CUDA graphs. A recording runs the backbone once, and a replay does nothing: what is left is "
         "the time of the host around it.",
         LAYERS_COMPILED: "with `compile=True`. Cases named compiled have the trainer's `torch_compile=True` instead.",
     },

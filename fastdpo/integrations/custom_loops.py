@@ -20,6 +20,7 @@ from .. import checks
 from ..models import forward
 from ..models.functions import module_of
 from ..models.parts import base_of, text_config, unknown_wrapper
+from ..models.running import Compile
 from ..models.scoring import targets_of_call
 from ..models.sequence_group import SequenceGroup
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
@@ -27,6 +28,7 @@ from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
 from . import scored_rows, switching
+from .options import require_compile
 from .padded_calls import Rows, padded_call, require_arguments
 from .replacements import existing_instances
 from .scored_rows import ScoredRows
@@ -49,8 +51,7 @@ def prepare(
     groups: Groups = "content",
     outputs: Sequence[str] = (),
     shifted: bool = False,
-    compile: bool = False,
-    graphs: bool = False,
+    compile: Compile = "auto",
     sequence_group: dist.ProcessGroup | None = None,
 ) -> M:
     """Makes a model score batches by `fastdpo.score`. All other calls of the model behave as before. `disable_adapter`
@@ -66,8 +67,8 @@ def prepare(
         outputs: statistics of the tokens next to their log-probabilities: "entropy", "mean_logits", "is_top1" and
             "log_sum_sq_probs" (see `ops.linear_logps`).
         shifted: whether the labels of a batch are shifted already, so that position i holds the token that i predicts.
-        compile: compile the decoder layers for packed calls, once for batches of all lengths (see `fastdpo.patch`).
-        graphs: replay CUDA graphs of packed calls (see `fastdpo.patch`).
+        compile: compile the decoder layers for packed calls, and replay CUDA graphs (see `fastdpo.patch`). With "auto",
+            as many steps are expected as the optimizers of the process have made so far.
         sequence_group: the ranks that hold the parts of each batch, for rows that do not fit on one device. All of
             them call `score` with the same rows, hold an equal number of the packed tokens, and get the results of
             all. Gradients must be averaged over the group, as DDP and FSDP2 over all ranks do.
@@ -77,8 +78,8 @@ def prepare(
 
     Raises:
         TypeError: there is no transformers model in `model`, or a wrapper around it that is not known to return its
-            output, or `shifted`, `compile` or `graphs` is no bool, or `sequence_group` is no process group of this
-            rank.
+            output, `shifted` is no bool, `compile` neither a bool nor "auto", or `sequence_group` no process group of
+            this rank.
         ValueError: `groups` or `outputs` have other values, or the model belongs to a patched trainer, whose calls it
             would not take any more.
         NotFused: with `FASTDPO_STRICT=1` or a `sequence_group`, the model is known not to be supported.
@@ -91,11 +92,12 @@ def prepare(
     rule = "not belong to a patched trainer: call fastdpo.unpatch() first, or prepare a copy"
     checks.require(is_free, "prepare", "model", rule, f"a model of {owner and owner.options.integration}")
     checks.require(groups in get_args(Groups), "prepare", "groups", f"be one of {get_args(Groups)}", repr(groups))
-    checks.require_flags("prepare", shifted=shifted, compile=compile, graphs=graphs)
+    checks.require_flags("prepare", shifted=shifted)
+    require_compile("prepare", compile)
     statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))
     group = _group_of(sequence_group)
     options = ForwardOptions(
-        NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile, graphs=graphs
+        NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile
     )._replace(sequence_group=group)
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
     switching.install(model)

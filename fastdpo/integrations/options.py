@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import checks
+
+if TYPE_CHECKING:
+    from ..models.running import Compile
 
 CUT_BY_MAX_TOKENS = tuple(f"trl.{name}Trainer" for name in ("DPO", "Reward", "KTO", "SFT", "GRPO", "RLOO", "TPO"))
 """The trainers that `max_tokens` applies to. The other options apply to all."""
@@ -15,8 +18,7 @@ class PatchOptions(NamedTuple):
 
     share_prompts: bool = True
     max_tokens: int | Literal["auto"] | None = None
-    compile: bool = False
-    graphs: bool = False
+    compile: Compile = "auto"
     verify: bool = False
 
     def checked(self, op: str) -> PatchOptions:
@@ -29,7 +31,8 @@ class PatchOptions(NamedTuple):
             TypeError, ValueError: an option has the wrong type or value.
         """
         tokens = self.max_tokens
-        checks.require_flags(op, **{name: x for name, x in self._asdict().items() if name != "max_tokens"})
+        checks.require_flags(op, share_prompts=self.share_prompts, verify=self.verify)
+        require_compile(op, self.compile)
         if tokens is None or (isinstance(tokens, str) and tokens == "auto"):
             return self
         checks.require_integer(op, "max_tokens", tokens, rule := 'be a positive integer, "auto" or None')
@@ -39,6 +42,12 @@ class PatchOptions(NamedTuple):
     def given(self) -> dict[str, object]:
         """By name, the options that are not defaults."""
         return {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
+
+
+def require_compile(op: str, value: object) -> None:
+    """Raises TypeError unless a value is one of the option `compile`."""
+    is_valid = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+    checks.require(is_valid, op, "compile", 'be True, False or "auto"', repr(value), error=TypeError)
 
 
 def applies(option: str, trainer: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from ..logs import logger, strict, warn
 from ..reasons import Reason
@@ -19,6 +19,9 @@ from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
 from .options import PatchOptions, applies
 from .replacements import existing_trainers
+
+if TYPE_CHECKING:
+    from ..models.running import Compile
 
 
 class PatchError(RuntimeError):
@@ -117,8 +120,7 @@ def patch(
     *targets: Target | Sequence[Target],
     share_prompts: bool = True,
     max_tokens: int | Literal["auto"] | None = None,
-    compile: bool = False,
-    graphs: bool = False,
+    compile: Compile = "auto",
     verify: bool = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
@@ -135,8 +137,9 @@ def patch(
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
             distinct tokens, or, with "auto", of as many as are useful and fit into the device's
             memory. TRL's DPO-, Reward-, KTO-, SFT-, GRPO- and RLOOTrainer take it.
-        compile: compile the decoder layers for packed calls, once for batches of all lengths.
-        graphs: replay CUDA graphs of packed calls.
+        compile: compile the decoder layers for packed calls, once for batches of all lengths, and
+            replay CUDA graphs where that is faster. "auto": on a GPU, where both pay in what is left of
+            the training.
         verify: compare the first fused calls of each model with stock ones, and raise
             `VerificationError` before any weight is changed, if they differ by more than rounding.
 
@@ -149,7 +152,7 @@ def patch(
             With `FASTDPO_STRICT=1`, also if any trainer of the report is off, or was created
             before. Nothing is changed then.
     """
-    return _patch(targets, PatchOptions(share_prompts, max_tokens, compile, graphs, verify))[0]
+    return _patch(targets, PatchOptions(share_prompts, max_tokens, compile, verify))[0]
 
 
 @contextmanager
@@ -157,12 +160,11 @@ def patched(
     *targets: Target | Sequence[Target],
     share_prompts: bool = True,
     max_tokens: int | Literal["auto"] | None = None,
-    compile: bool = False,
-    graphs: bool = False,
+    compile: Compile = "auto",
     verify: bool = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of `patch`, and keeps what is patched already."""
-    report, new = _patch(targets, PatchOptions(share_prompts, max_tokens, compile, graphs, verify))
+    report, new = _patch(targets, PatchOptions(share_prompts, max_tokens, compile, verify))
     try:
         yield report
     finally:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..logs import logger
+from ..models import pace
 from ..models.calls import calls_line
 from .bypass import STATE
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
 
 _INHERITED = object()
+
+DECIDED = "fastdpo: compiled layers"
+"""The part of a trainer's state that says what was decided (see `pace.Training.settled`)."""
 
 
 class Replacements:
@@ -159,6 +163,21 @@ def existing_trainers(*kinds: type, patched: bool) -> list[Any]:
     gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
     # The line of a subclass may have patched a trainer already.
     return [x for x in existing_instances(*kinds) if (vars(x).get(STATE) is not None) == patched]
+
+
+def counting_callback() -> TrainerCallback:
+    """A callback by which a trainer says how many steps are left, and its checkpoints what was decided."""
+    training, first = pace.training(), 0
+
+    def on_train_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        nonlocal training, first
+        first = state.global_step
+        training = pace.begin(state.stateful_callbacks.setdefault(DECIDED, {}))
+
+    def on_step_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        training.done, training.left = state.global_step - first, state.max_steps - state.global_step
+
+    return callback(on_train_begin=on_train_begin, on_step_begin=on_step_begin)
 
 
 def existing_instances(*kinds: type) -> list[Any]:

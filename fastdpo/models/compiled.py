@@ -56,6 +56,7 @@ class CompiledLayers:
 
     Args:
         name: of the model in log lines.
+        is_asked: whether the user has asked for it, so that a reason why it cannot be done is a warning.
 
     Attributes:
         reason: why the layers run as they are; None if they are compiled.
@@ -64,13 +65,14 @@ class CompiledLayers:
         batches: numbers of packed batches by what graphs depend on: whether gradients are enabled, whether the model is
             in training mode, and the kind of the calls.
         kind: that of the batch that runs.
+        is_paused: whether calls run the layers as they are.
         runs: number of times that the compiler has run for them.
         seconds: time that it took since it was last logged.
         was_reported: whether a late graph was reported.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, is_asked: bool = True) -> None:
+        self.name, self.is_asked, self.is_paused = name, is_asked, False
         self.reason: Reason | None = None
         self.found: list[list[nn.Module]] = []
         self.layers: list[nn.Module] = []
@@ -122,12 +124,29 @@ class CompiledLayers:
         self.found, self.layers = [], []
 
     def report(self, reason: Reason) -> None:
-        """Logs why the layers run as they are. In strict mode, raises `NotFused`."""
-        report(f"{self.name}: layers not compiled, {reason.named}")
+        """Logs why the layers run as they are. In strict mode, raises `NotFused` if the user has asked for it."""
+        message = f"{self.name}: layers not compiled, {reason.named}"
+        if self.is_asked:
+            report(message)
+        else:
+            logger.info("fastdpo: %s", message)
+
+    @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """In the block, calls run the layers as they are."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a layer: compiled, if it is given a layout, and otherwise as it is."""
-        if torch.compiler.is_compiling() or not any(map(is_layout, (kwargs.get("attention_mask"), *args))):
+        if (
+            self.is_paused
+            or torch.compiler.is_compiling()
+            or not any(map(is_layout, (kwargs.get("attention_mask"), *args)))
+        ):
             return layer._call_impl(*args, **kwargs)
         if args and args[0].requires_grad and not torch.is_grad_enabled():  # in the first layer, by a hook of PEFT
             args = args[0].detach(), *args[1:]

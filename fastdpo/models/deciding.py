@@ -142,7 +142,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         splitting.require_split(model, fused, verdict, kwargs)
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     replays = False
-    if fused.options.compile or fused.options.graphs:
+    if fused.runner.is_on(batch.input_ids.device):
         obstacle = _obstacle(model, fused, routes) if given is None else "is given images"
         kind = fused.kind_of_call(model)
         replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
@@ -176,8 +176,6 @@ def _require_ids(layout: Layout, vocabulary: int | None) -> None:
 
 def _obstacle(model: PreTrainedModel, fused: FusedForward, routes: bool) -> str | None:
     """What the model does in a call that cannot be recorded, if any is."""
-    if not fused.options.graphs:
-        return None
     if routes:
         return "trains its routers"
     return "draws random numbers" if model.training and fused.is_random(model) else None

@@ -68,7 +68,7 @@ def install(
         reason = support.forward_unsupported_reason(model)
     transform = facts.logit_transform(text_config(model)) if prior_scores else None
     prior = model.forward, prior_scores, autocast_of(model.forward)
-    runner = Runner(options.integration, options.role, options.compile, options.graphs)
+    runner = Runner(options.integration, options.role, options.sequence_group is None and options.compile)
     fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, runner, state_of(model))
     if reason is not None:
         fused.log_once(reason)

@@ -1,19 +1,20 @@
 """CUDA graphs of the backbone for packed calls.
 
-A recording has a fixed number of tokens, one of few. When a batch that one number is the least for is seen for the
-second time, the passes of the backbone over it are recorded. Later such batches replay them: the host writes ids,
-positions and rows into the tensors of the recording, whose last tokens are padding, and launches it as a whole.
-Forward and backward are two graphs behind one node of autograd. The head, the loss, the trainer and the optimizer run
-as without.
+A recording has a fixed number of tokens, one of few. Once batches that one number is the least for have been seen so
+often that a recording is expected to pay (`pace`), the passes of the backbone over one are recorded. Later such batches
+replay them: the host writes ids, positions and rows into the tensors of the recording, whose last tokens are padding,
+and launches it as a whole. Forward and backward are two graphs behind one node of autograd. The head, the loss, the
+trainer and the optimizer run as without.
 
 A recording holds for one verdict about the model, and so for as long as its identity stays the same, and for the state
 that identities leave out: addresses of tensors, which of them are trained, autocast. It is used only if a batch with
-other rows has given what the layers give.
+other rows has given what the layers give, and in less time.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,29 +22,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-from ..logs import logger, report, warn
+from ..logs import logger
 from ..ops.attention import routes
 from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
-from . import facts
+from . import pace
 from .calls import calls
 from .captures import memory_of, record
-from .compiled import trainer_compiles
-from .mixers import finding
-from .sharding import is_sharded
-from .structure import additions_to
+from .pace import Pace, Trial
+from .recordable import CHECKPOINTING, have_hooks, offloading_reason, unsupported_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_RECORDINGS = 24
 """Number of recordings of a model. The one that was not replayed for the longest time goes first."""
-
-SETTLED = 20
-"""Number of calls of a model after which it is reported that none of them was a replay."""
 
 BOUND = 1 / 32
 """The largest distance of a replay from the layers, relative to the norm of each token's state, and of the gradient of
@@ -52,9 +46,6 @@ all parameters. Other algorithms for matrix products differ by less, and a token
 
 DEVICE = "cuda"
 """The type of devices that have graphs."""
-
-CHECKPOINTING = "_gradient_checkpointing_func"
-"""The attribute by which transformers gives a layer the function that checkpoints it."""
 
 TOKENS = "input_ids", "position_ids"
 """The arguments of the backbone that hold a value for each token."""
@@ -219,7 +210,7 @@ class _Basis:
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, verdict: object) -> None:
         self.verdict, self.backbone, modules = verdict, backbone, [*backbone.modules()]
         self.tensors: list[Tensor] = [*backbone.parameters(), *backbone.buffers()]
-        self.reason = _unsupported_reason(model, modules, self.tensors)
+        self.reason = unsupported_reason(model, modules, self.tensors)
 
     def trained(self) -> list[Tensor]:
         return [x for x in self.tensors if x.requires_grad] if torch.is_grad_enabled() else []
@@ -245,19 +236,17 @@ class Graphs:
     """
 
     def __init__(self, integration: str, role: str) -> None:
-        self._integration, self._role, self._kind = integration, role, ""
+        self._integration, self._kind = integration, ""
         self._name = f"{integration} ({role})"
         self._reason: Reason | None = None
         self._said: set[Reason] = set()
         self._bases: dict[int, _Basis] = {}
         self._recordings: dict[tuple, Recording] = {}  # the one that was used last at the end
-        self._first: dict[tuple, Inputs] = {}  # batches of numbers of tokens that were seen once
+        self._latest: dict[tuple, Inputs] = {}  # the latest batch of each number of tokens that no recording has taken
+        self._seen: Counter[tuple] = Counter()
         self._rooms: Counter[tuple] = Counter()
-        self._calls = self._replays = 0
-
-    def __reduce__(self) -> tuple:
-        """A copy of a model has no recordings."""
-        return Graphs, (self._integration, self._role)
+        self._made: set[tuple] = set()
+        self._replaced = self._replays = 0
 
     def begin(
         self, model: PreTrainedModel, backbone: nn.Module, verdict: object, kind: str, obstacle: str | None
@@ -276,7 +265,9 @@ class Graphs:
             if len(self._bases) >= MAX_RECORDINGS:
                 self.forget()
             basis = self._bases[id(verdict)] = _Basis(model, backbone, verdict)
-        reason = self._reason or basis.reason or _offloading_reason()
+        if basis.tensors[0].device.type != DEVICE:
+            return False
+        reason = self._reason or basis.reason or offloading_reason()
         if reason is None and obstacle is not None:
             reason = Reason("graphs-model", model=type(model).__name__, kind=obstacle)
         if reason is not None:
@@ -284,20 +275,21 @@ class Graphs:
         self._kind = kind
         return reason is None
 
-    def states(self, verdict: object, inputs: Inputs, index: Tensor) -> Tensor | None:
+    def states(self, verdict: object, inputs: Inputs, index: Tensor, pace: Pace) -> Tensor | None:
         """The states [N, D] of some tokens of a batch. None if the layers are to run.
 
         Args:
             verdict: as `begin` was given it.
             inputs: of the backbone.
             index: int64 [N], the tokens.
+            pace: of such calls.
         """
+        if pace.is_slower():
+            self._stop(Reason("graphs-slower"))
+            return None
         basis = self._bases[id(verdict)]
-        trained, self._calls = basis.trained(), self._calls + 1
-        recording = self._recording(basis, inputs, trained)
+        recording = self._recording(basis, inputs, basis.trained(), pace)
         if recording is None:
-            if self._calls == SETTLED and not self._replays and self._reason is None:
-                warn(f"{self._name}: no CUDA graph was replayed in {SETTLED} batches of {len(self._rooms)} kinds")
             return None
         self._replays += 1
         calls[self._integration, self._kind, "replayed"] += 1
@@ -307,63 +299,116 @@ class Graphs:
 
     def forget(self) -> None:
         """Drops all recordings."""
-        for known in (self._bases, self._recordings, self._first):
+        for known in (self._bases, self._recordings, self._latest):
             known.clear()
 
-    def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor]) -> Recording | None:
-        """A recording that has taken a batch, if a batch with its number of tokens was seen before."""
+    def release(self) -> bool:
+        """Drops all recordings for good, and gives back their memory. Returns whether there were any."""
+        if not self._recordings:
+            return False
+        for recording in self._recordings.values():
+            recording.memory.owner = None
+        self._stop(Reason("graphs-memory-left"))
+        gc.collect()
+        torch.cuda.empty_cache()
+        return True
+
+    def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor], pace: Pace) -> Recording | None:
+        """A recording that has taken a batch, if there is one, or if making one pays."""
         size = rounded_up(inputs["input_ids"].shape[1])
         key, state = (id(basis.verdict), bool(trained), size), basis.state(trained)
+        self._seen[key[1:]] += 1
         recording = self._recordings.pop(key, None)
-        if recording is None or recording.state != state or not recording.fill(inputs):
-            first = self._first.get(key) if recording is None else None
-            self._first[key] = inputs
+        if recording is not None and (recording.state != state or not recording.fill(inputs)):
             self._rooms[key] += 1
-            is_new = first is not None
-            recording = self._made(basis, first, inputs, size, self._rooms[key], trained, state) if is_new else None
+            self._latest[key], recording = inputs, None
+        elif recording is None:
+            latest, self._latest[key] = self._latest.get(key), inputs
+            if latest is not None and pace.is_recorded(size, self._seen[key[1:]]):
+                recording = self._new(basis, latest, inputs, size, 2 + self._rooms[key], trained, state, pace)
+                self._replaced += key in self._made
+                self._made.add(key)
+                if self._replaced >= MAX_RECORDINGS and 2 * self._replaced > self._replays:
+                    self._stop(Reason("graphs-replaced", replaced=self._replaced, replays=self._replays))
         if recording is not None:
             self._recordings[key] = recording
             for oldest in [*self._recordings][:-MAX_RECORDINGS]:
                 del self._recordings[oldest]
         return recording
 
-    def _made(
-        self, basis: _Basis, first: Inputs, inputs: Inputs, size: int, room: int, trained: list[Tensor], state: object
+    def _new(
+        self,
+        basis: _Basis,
+        first: Inputs,
+        inputs: Inputs,
+        size: int,
+        room: int,
+        trained: list[Tensor],
+        state: object,
+        pace: Pace,
     ) -> Recording | None:
-        """A new recording of a batch, after another one was tried, which it has taken. None, with a logged reason, if
-        the model cannot be recorded; or if the batch needs more room.
+        """A new recording of so many tokens, by one batch, which has taken another one. None if it does not pay, if the
+        batch needs more room, or, with a logged reason, if the model cannot be recorded.
         """
         backbone = basis.backbone
         try:
-            if _have_hooks(basis.tensors):  # since the verdict
+            if have_hooks(basis.tensors):  # since the verdict
                 raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
-            with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
+            with pace.making() as make, torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
                 recording = Recording(backbone, padded(first, size), room, trained, state)
                 if not recording.fill(inputs):
                     return None
                 distance = recording.distance_of(run_layers(backbone, inputs))
-            if distance <= BOUND:
-                logger.info("fastdpo: %s: recorded batches of up to %d tokens", self._name, size)
-                return recording
-            self._reason = Reason("graphs-differ", distance=f"{distance:.1e}")
+                if distance <= BOUND:
+                    trial = _trial(recording, inputs)
+                    is_kept = make(trial)
+                    found = f"the layers take {1e3 * trial.before:.1f} ms, and a replay {1e3 * trial.after:.1f} ms"
+                    result = "recorded" if is_kept else "did not record"
+                    logger.info("fastdpo: %s: %s batches of up to %d tokens: %s", self._name, result, size, found)
+                    return recording if is_kept else None
+            reason = Reason("graphs-differ", distance=f"{distance:.1e}")
         except Unsupported as error:
-            self._reason = error.reason
+            reason = error.reason
         except Exception as error:  # code of the model may do what cannot be recorded
             while error.__context__ is not None:  # the end of a capture raises another one
                 error = error.__context__
             message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            self._reason = Reason("graphs-error", error=message)
+            reason = Reason("graphs-error", error=message)
             if isinstance(error, torch.OutOfMemoryError):
-                self._reason = Reason("graphs-memory", tokens=size)
-        self.forget()
-        self._say(self._reason)
+                reason = Reason("graphs-memory", tokens=size)
+        self._stop(reason)
         return None
 
+    def _stop(self, reason: Reason) -> None:
+        """Has the layers run from now on."""
+        self._reason = reason
+        self.forget()
+        self._say(reason)
+
     def _say(self, reason: Reason) -> None:
-        """Logs why calls do not run graphs. In strict mode, raises `NotFused`."""
+        """Logs why calls do not run graphs, which are not asked for by themselves."""
         if reason not in self._said:
             self._said.add(reason)
-            report(f"{self._name}: no CUDA graphs, {reason.named}")
+            logger.info("fastdpo: %s: no CUDA graphs, %s", self._name, reason.named)
+
+
+def _trial(recording: Recording, inputs: Inputs) -> Trial:
+    """What the layers and a replay take for the same batch, each the faster one of two times."""
+
+    def by_layers() -> None:
+        hidden = run_layers(recording.backbone, inputs)
+        if recording.used:
+            torch.autograd.grad(hidden, recording.used, hidden.detach())
+
+    def by_replay() -> None:
+        recording.fill(inputs)
+        recording.run_forward(None)
+        if recording.used:
+            recording.run_backward()
+
+    device = inputs["input_ids"].device
+    times = [(pace.seconds(by_layers, device), pace.seconds(by_replay, device)) for _ in range(2)]
+    return Trial(inputs["input_ids"].shape[1], *map(min, zip(*times, strict=True)))
 
 
 def run_layers(backbone: nn.Module, inputs: Inputs) -> Tensor:
@@ -405,45 +450,5 @@ def rows_in(inputs: Inputs) -> Rows:
     return rows_of(inputs["attention_mask"], inputs["input_ids"].shape[1])
 
 
-def _unsupported_reason(model: PreTrainedModel, modules: list[nn.Module], tensors: list[Tensor]) -> Reason | None:
-    """Why a model cannot be recorded, as far as is known before."""
-    device = tensors[0].device
-    if device.type != DEVICE:
-        return Reason("graphs-device", device=device)
-    if trainer_compiles():
-        return Reason("graphs-compiled")
-    kinds = {
-        "lies on several ranks or devices": is_sharded(model) or any(x.device != device for x in tensors),
-        "mixes tokens outside of its attention": bool(finding.mixers_of(model)),
-        "has rotary embeddings that depend on the width of a batch": facts.rope_limit(model) is not None,
-    }
-    name = type(model).__name__
-    for kind, holds in kinds.items():
-        if holds:
-            return Reason("graphs-model", model=name, kind=kind)
-    changed = next((x for x in modules if any(additions_to(x)) or _is_checkpointed_otherwise(x)), None)
-    if changed is None and _have_hooks(tensors):
-        changed = model
-    return None if changed is None else Reason("graphs-hooks", module=type(changed).__name__)
-
-
-def _have_hooks(tensors: list[Tensor]) -> bool:
-    return any(x._backward_hooks or x._post_accumulate_grad_hooks for x in tensors)
-
-
 def _checkpointed(backbone: nn.Module) -> list[nn.Module]:
     return [x for x in backbone.modules() if getattr(x, "gradient_checkpointing", False) and CHECKPOINTING in vars(x)]
-
-
-def _is_checkpointed_otherwise(module: nn.Module) -> bool:
-    function = vars(module).get(CHECKPOINTING, checkpoint)
-    return getattr(function, "func", function) is not checkpoint
-
-
-def _offloading_reason() -> Reason | None:
-    """That code around the call replaces what autograd saves, as to move activations to the host."""
-    try:
-        with disable_saved_tensors_hooks("recorded"):
-            return None
-    except RuntimeError:
-        return Reason("graphs-activations")

@@ -1,18 +1,41 @@
-"""How packed calls run the backbone of a model: its layers as they are, compiled, or CUDA graphs of either."""
+"""How packed calls run the backbone of a model: its layers as they are, compiled, or CUDA graphs of either.
+
+Graphs come first: they take a second, and are kept where a replay is measured to be faster (`graphs`). Layers are
+compiled where that pays in what is left of a training (`pace`), and if they are measured to be faster. That is decided
+between two steps of the optimizer. A training whose checkpoint or whose notes say what was decided begins with it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .compiled import CompiledLayers
-from .graphs import Graphs
+from ..distributed import Ballot
+from ..logs import logger
+from ..ops.choice import notes
+from ..ops.choice.notes import Compiled
+from . import graphs, pace
+from .compiled import CompiledLayers, trainer_compiles
+from .graphs import Graphs, Inputs
+from .pace import LEAST_SAVING, MARGIN, Pace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .structure import Structure
+
+Compile = Literal["auto"] | bool
+"""The option: whether layers are compiled, and graphs recorded where these pay. "auto": both where they pay."""
+
+PAIRS = 3
+"""Number of forward passes of compiled layers that are measured, each next to one of the layers as they are."""
+
+GRAPHS = 3
+"""Number of graphs that training compiles for a layer, where a forward without gradients compiles one."""
 
 
 class Runner:
@@ -21,17 +44,38 @@ class Runner:
     Args:
         integration: name under which calls are counted.
         role: of the model, for log lines.
-        compiles: whether layers are compiled.
-        records: whether CUDA graphs are recorded.
+        compile: the option.
 
     Attributes:
         compiled: the layers, if they are compiled.
         graphs: the CUDA graphs, if there may be any.
     """
 
-    def __init__(self, integration: str, role: str, compiles: bool, records: bool) -> None:
-        self.compiled = CompiledLayers(f"{integration} ({role})") if compiles else None
-        self.graphs = Graphs(integration, role) if records else None
+    def __init__(self, integration: str, role: str, compile: Compile) -> None:
+        self._given, self._name = (integration, role, compile), f"{integration} ({role})"
+        self._compile = compile
+        self.compiled = CompiledLayers(self._name) if compile is True else None
+        self.graphs = Graphs(integration, role) if compile else None
+        self._begin(pace.training())
+
+    def _begin(self, training: pace.Training) -> None:
+        self._training, self._step = training, 0
+        self._paces = {has_gradients: Pace(training) for has_gradients in (True, False)}
+        self._is_decided = self._compile != "auto"
+        self._ballots = [Ballot(f"{self._name}: {x}") for x in ("compile", "keep")]
+        self._is_tried = self._may_replay = False
+        self._saving: float | None = None
+        self._key = ""
+
+    def __reduce__(self) -> tuple:
+        """A copy of a model begins anew."""
+        return Runner, self._given
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether calls on a device are run by this object."""
+        if self._compile == "auto":
+            return device.type == graphs.DEVICE and pace.is_on() and not trainer_compiles()
+        return bool(self._compile)
 
     def begin(
         self,
@@ -42,7 +86,7 @@ class Runner:
         kind: str,
         obstacle: str | None,
     ) -> bool:
-        """Prepares a packed call, and returns whether it may replay a graph.
+        """Prepares a packed call, and returns whether it may run by `states`.
 
         Args:
             model: the model.
@@ -52,13 +96,32 @@ class Runner:
             kind: of the call (see `calls.calls`).
             obstacle: what the model does in the call that cannot be recorded, or None.
         """
+        if self._training is not pace.training():
+            self._begin(pace.training())
+        self._pace = self._paces[torch.is_grad_enabled()]
+        self._pace.call()
+        if not self._is_decided and self._training.done != self._step:
+            self._step = self._training.done
+            self._decide(model)
         if self.compiled is not None:
             self.compiled.begin(model, structure, kind)
-        return self.graphs is not None and self.graphs.begin(model, backbone, verdict, kind, obstacle)
+            if self.compiled.reason is not None and not self._is_decided:
+                self._settle(False, self.compiled.reason.named)
+        self._may_replay = self.graphs is not None and self.graphs.begin(model, backbone, verdict, kind, obstacle)
+        return self._may_replay or self._is_tried
 
-    def replayed(self, verdict: object, inputs: dict[str, Any], index: Tensor) -> Tensor | None:
-        """The states [N, D] of some tokens of a batch, if the call may replay a graph; None if the layers run."""
-        return cast(Graphs, self.graphs).states(verdict, inputs, index)
+    def states(self, verdict: Any, inputs: Inputs, index: Tensor) -> Tensor | None:
+        """The states [N, D] of some tokens of a batch, if the call replays a graph; None if the layers run."""
+        if self._is_tried:
+            self._try(verdict.backbone, inputs)
+        if self.graphs is None or not self._may_replay:
+            return None
+        return self.graphs.states(verdict, inputs, index, self._pace)
+
+    def release(self) -> bool:
+        """Gives the memory of recordings back, after there was no more. Returns whether there were any."""
+        self._may_replay = False
+        return self.graphs is not None and self.graphs.release()
 
     def restore(self) -> None:
         """Makes all calls run the layers as they are."""
@@ -66,3 +129,64 @@ class Runner:
             self.compiled.restore()
         if self.graphs is not None:
             self.graphs.forget()
+
+    def _decide(self, model: PreTrainedModel) -> None:
+        """Compiles the layers if that is known to pay, or has them tried if it is expected to, on all ranks alike."""
+        settled = self._training.settled.get(self._name)
+        if settled is not None:
+            self._settle(settled, "as the checkpoint says")
+        elif self._saving is not None:
+            saving = self._ballots[1].smallest(self._step, self._saving)
+            if saving is not None:
+                pays = saving > LEAST_SAVING
+                self._settle(pays, f"which saves {saving:.0%} of a step" if pays else "which would not pay")
+        else:
+            if not self._key:
+                self._parameters = sum(x.numel() for x in model.parameters())
+                self._key = f"{type(model).__name__} of {self._parameters} parameters in {model.dtype}"
+                self._noted = notes.read(model.device).layers.get(self._key)
+            calls = self._paces[True] if self._paces[True].calls else self._paces[False]
+            gain = calls.gain_of_compiling(self._parameters, self._noted)
+            agreed = self._ballots[0].smallest(self._step, gain if gain > 0 else None)
+            if agreed is not None and self._noted is not None:
+                self._settle(True, f"which saved {self._noted.saving:.0%} of a step before")
+            elif agreed is not None:
+                self.compiled, self._is_tried = CompiledLayers(self._name, is_asked=False), True
+
+    def _try(self, backbone: nn.Module, inputs: Inputs) -> None:
+        """Measures by forward passes without gradients what compiled layers save of one batch."""
+        compiled, self._is_tried, device = self.compiled, False, inputs["input_ids"].device
+        if compiled is None or compiled.reason is not None:
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            run = partial(pace.seconds, lambda: backbone(**inputs), device)
+            first, pairs = run(), []
+            for _ in range(PAIRS):
+                after = run()
+                with compiled.as_they_are():
+                    pairs.append((run(), after))
+        before, after = (median(x) for x in zip(*pairs, strict=True))
+        saving, cost = self._pace.saving(before, after, torch.is_grad_enabled()), GRAPHS * first
+        notes.note(device, layers={self._key: Compiled(cost, saving)})
+        left = self._pace.between * self._training.further(self._pace.calls)
+        self._saving = saving if saving * left > MARGIN * (cost - first) else 0.0
+        self._pace.interrupt()
+        compiled.restore()
+        self.compiled = None
+
+    def _settle(self, compiles: bool, why: str) -> None:
+        self._is_decided, self._training.settled[self._name] = True, compiles
+        if compiles and self.compiled is None:
+            self.compiled = CompiledLayers(self._name, is_asked=False)
+        if self.compiled is not None and not compiles:
+            self.compiled.restore()
+            self.compiled = None
+        for each in self._paces.values():
+            each.change()
+        if self.graphs is not None:
+            self.graphs.forget()
+        state, other = ("compiled", False) if compiles else ("not compiled", True)
+        logger.info(
+            "fastdpo: %s: layers are %s from step %d on, %s; compile=%s decides otherwise, and FASTDPO_AUTO=0 nothing",
+            *(self._name, state, self._step + 1, why, other),
+        )

@@ -23,10 +23,15 @@ SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
 
 def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
     """Runs the backbone on the batch and the head on its scored positions, in the autocast that the prior forward runs
-    in, and restores the padded shape.
+    in, and restores the padded shape. Without memory, it does so again without what recordings held.
     """
     with fused.autocast or nullcontext():
-        return _score(model, fused, batch, kwargs)
+        try:
+            return _score(model, fused, batch, kwargs)
+        except torch.OutOfMemoryError:
+            if not fused.runner.release():
+                raise
+        return _score(model, fused, batch, kwargs)  # out of the handler, whose error holds memory
 
 
 def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
@@ -36,7 +41,7 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
     routing = {"output_router_logits": True} if routed else {}
     router_logits, hidden = None, None
     if batch.replays:
-        hidden = fused.runner.replayed(verdict, batch.inputs, layout.score_index)
+        hidden = fused.runner.states(verdict, batch.inputs, layout.score_index)
     if hidden is None:
         output = verdict.backbone(*batch.args, **batch.inputs, **routing)
         states = output.last_hidden_state.flatten(0, 1)

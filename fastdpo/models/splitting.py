@@ -26,7 +26,7 @@ def unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reaso
     """Why no call of a model is split, as far as its options, its configuration and its modules tell."""
     if options.sequence_group is None:
         return None
-    given = [f"{name}=True" for name in ("compile", "graphs", "verify") if getattr(options, name)]
+    given = [f"{name}=True" for name in ("compile", "verify") if getattr(options, name) is True]
     if given or options.newer:
         option = given[0] if given else f"{options.newer}, which is newer than the tested versions"
         return Reason("sequence-option", option=option)

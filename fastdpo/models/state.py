@@ -26,7 +26,7 @@ from .mixers import finding
 from .parts import backbone, text_config, vocabulary_of
 from .pickling import ATTRIBUTE
 from .reward_head import RewardHead
-from .running import Runner
+from .running import Compile, Runner
 from .sequence_group import Part, SequenceGroup
 from .structure import Structure
 
@@ -57,8 +57,7 @@ class ForwardOptions(NamedTuple):
             with the prior forward.
         newer: the package of the prior forward, if it is newer than the tested versions, otherwise "". Calls are
             then compared, too, and go there from then on if they differ.
-        compile: whether packed calls run compiled layers.
-        graphs: whether packed calls replay CUDA graphs.
+        compile: whether packed calls run compiled layers and CUDA graphs, or "auto" (see `Runner`).
         sequence_group: the ranks that hold the parts of each batch, or None if a rank holds its own batches.
     """
 
@@ -75,8 +74,7 @@ class ForwardOptions(NamedTuple):
     shifted: bool = False
     verify: bool = False
     newer: str = ""
-    compile: bool = False
-    graphs: bool = False
+    compile: Compile = False
     sequence_group: SequenceGroup | None = None
 
     def split_reason(self) -> Reason | None:
@@ -123,7 +121,7 @@ class RunnableBatch(NamedTuple):
         inputs: arguments of the backbone.
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
-        replays: whether the call may replay a CUDA graph.
+        replays: whether the runner may run the call (see `Runner.begin`).
         shares_images: whether the images of each pair are run once.
         part: what this rank computes of the batch, if ranks share it. The inputs are those of its tokens.
     """

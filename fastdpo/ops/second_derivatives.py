@@ -6,10 +6,14 @@ derivative, so the op is then computed once more as it is defined.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+uses: deque[None] = deque(maxlen=1)
+"""Not empty once a backward was to be differentiated again, which compiled layers cannot."""
 
 
 def gradients_of_definition(
@@ -26,6 +30,7 @@ def gradients_of_definition(
         needs: of which inputs the gradient is needed. None is returned for the others.
         upstream: the gradients of the outputs, None for an output that has none.
     """
+    uses.append(None)
     # One tensor may be several inputs. Autograd would give each of them the gradient of all.
     views = [x.view_as(x) if x is not None and needed else x for x, needed in zip(inputs, needs, strict=True)]
     differentiated = [x for x, needed in zip(views, needs, strict=True) if x is not None and needed]

@@ -31,13 +31,13 @@ def test_a_model_with_more_than_weights(harness, name, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.parametrize("option", ["compile", "graphs"])
+@pytest.mark.parametrize("compile", [True, "auto"])
 @pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS if x.name == "trl.DPOTrainer"])
-def test_with_compiled_layers_and_graphs(harness, option, name, tmp_path, monkeypatch, caplog):
+def test_with_compiled_layers_and_graphs(harness, compile, name, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     recorder.install(monkeypatch)
     planted = PLANTED[name]
-    options = {"prepare": lambda model: planted.plant(model) or model, option: True}
+    options = {"prepare": lambda model: planted.plant(model) or model, "compile": compile}
     runs = harness.both(tmp_path, max_steps=STEPS, **options)
     assert reasons_in(caplog.messages) == set(planted.reasons)
     harness.assert_same(*runs)

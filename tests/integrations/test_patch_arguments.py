@@ -117,7 +117,7 @@ def test_every_option_is_explained_and_has_a_flag():
         assert f"\n        {name}: " in fastdpo.patch.__doc__
         assert f"\n| `{name}` | `{default}` | `{flag}` |" in page
         assert flag in shown
-        words = [flag] if isinstance(default, bool) else [flag, "1"]
+        words = [flag, "1"] if name == "max_tokens" else [flag]
         assert getattr(parser().parse_args(["run", "train.py"]), name) == default
         assert getattr(parser().parse_args(["run", *words, "train.py"]), name) != default
 
@@ -132,7 +132,8 @@ TOKENS = 'max_tokens must be a positive integer, "auto" or None; got '
 MALFORMED = [
     ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
     ("share_prompts", None, TypeError, "share_prompts must be True or False; got None"),
-    ("compile", 1, TypeError, "compile must be True or False; got 1"),
+    ("compile", 1, TypeError, 'compile must be True, False or "auto"; got 1'),
+    ("compile", "Auto", TypeError, "compile must be True, False or \"auto\"; got 'Auto'"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("max_tokens", 0, ValueError, TOKENS + "0"),
     ("max_tokens", "8192", TypeError, TOKENS + "'8192'"),

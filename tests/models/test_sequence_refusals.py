@@ -89,7 +89,6 @@ REASONS: dict[str, tuple[str, Refused]] = {
     "code of its own": ("sequence-model", lambda rank: scored(of_own_code(tiny_model()))),
     "dropout": ("sequence-model", lambda rank: scored(with_dropout(tiny_model()))),
     "compile": ("sequence-option", lambda rank: scored(tiny_model(), compile=True)),
-    "graphs": ("sequence-option", lambda rank: scored(tiny_model(), graphs=True)),
     "a mask with holes on the last rank": (
         "mask-holes",
         lambda rank: scored(tiny_model(), with_holes() if rank else None),

@@ -340,7 +340,7 @@ BUDGET = dict(patch=dict(max_tokens=45))
 
 LEARNED = dict(patch=dict(max_tokens="auto"), prepare=plant_memory)
 COMPILED = dict(patch=dict(compile=True), prepare=compile_eagerly)
-GRAPHS = dict(patch=dict(graphs=True), prepare=record_graphs)
+GRAPHS = dict(prepare=record_graphs)
 VERIFIED = dict(patch=dict(verify=True))
 
 REWARD = dict(make_model=reward_model, trainer="Reward")

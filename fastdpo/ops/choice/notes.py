@@ -1,4 +1,4 @@
-"""Notes on the kernels of a device, kept in a file for later processes.
+"""Notes on the kernels of a device and on compiled layers, kept in a file for later processes.
 
 They hold for one device name and architecture, driver, torch, Triton, flash attention (packages and
 builds from the Kernels Hub), and source of kernels and ops. The environment variable
@@ -26,23 +26,37 @@ from ...logs import warn
 from ..devices import architecture
 
 VARIABLE = "FASTDPO_KERNEL_CACHE"
-FORMAT = 2
+FORMAT = 3
 LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 builds: dict[str, ModuleType] = {}
 """By backend, the module of a build of flash attention from the Kernels Hub, as transformers has loaded it."""
 
 
+class Compiled(NamedTuple):
+    """The compiled layers of a model.
+
+    Attributes:
+        seconds: that compiling them takes.
+        saving: the part of a step's time that they save.
+    """
+
+    seconds: float
+    saving: float
+
+
 class Notes(NamedTuple):
-    """What is known of the kernels of a device.
+    """What is known of a device.
 
     Attributes:
         passed: the kernels that passed their trial (`verdicts`).
         choices: by call, the fastest way to compute it, and what was measured (`tuning`).
+        layers: by model, its compiled layers (`models.running`).
     """
 
     passed: list[str]
     choices: dict[str, Any]
+    layers: dict[str, Compiled]
 
 
 def read(device: torch.device) -> Notes:
@@ -52,14 +66,21 @@ def read(device: torch.device) -> Notes:
         try:
             content = json.loads(path.read_text())
             if content["format"] == FORMAT and content["environment"] == environment(device):
-                return Notes([str(name) for name in content["passed"]], dict(content["choices"]))
-        except (OSError, ValueError, TypeError, KeyError):
+                layers = {str(name): Compiled(*map(float, x)) for name, x in content["layers"].items()}
+                return Notes([str(name) for name in content["passed"]], dict(content["choices"]), layers)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass
-    return Notes([], {})
+    return Notes([], {}, {})
 
 
-def note(device: torch.device, *, passed: str | None = None, choices: dict[str, Any] | None = None) -> None:
-    """Adds a kernel that passed its trial, and choices, to the notes on a device."""
+def note(
+    device: torch.device,
+    *,
+    passed: str | None = None,
+    choices: dict[str, Any] | None = None,
+    layers: dict[str, Compiled] | None = None,
+) -> None:
+    """Adds a kernel that passed its trial, choices, and compiled layers to the notes on a device."""
     path = _path(device)
     if path is None:
         return
@@ -69,6 +90,7 @@ def note(device: torch.device, *, passed: str | None = None, choices: dict[str, 
         "environment": environment(device),
         "passed": sorted({*before.passed, *([] if passed is None else [passed])}),
         "choices": before.choices | (choices or {}),
+        "layers": before.layers | (layers or {}),
     }
     try:
         atomic_files.write(path, json.dumps(content, indent=1).encode())

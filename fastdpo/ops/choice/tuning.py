@@ -28,18 +28,16 @@ from functools import partial
 from statistics import median
 from textwrap import shorten
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import detect_fake_mode
 
+from ...distributed import store_of_ranks
 from ...logs import logger
 from ..devices import constant_while_tracing, in_new_thread, is_capturing
 from . import notes
 from .verdicts import Kernel
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 VARIABLE = "FASTDPO_TUNE"
 TUNED_DEVICES = ("cuda",)
@@ -246,15 +244,6 @@ def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice:
     key = f"fastdpo/{hashlib.sha256(identity.encode()).hexdigest()}"
     first = store.get(key) if store.check([key]) else store.compare_set(key, "", json.dumps(decide()))
     return Choice(*json.loads(first))
-
-
-def store_of_ranks() -> Store | None:
-    """The key-value store of the default process group. None if there is none, or one rank only."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    return dist.distributed_c10d._get_default_store()
 
 
 def _described(measured: float | str) -> str:

@@ -7,13 +7,17 @@ replay has overwritten are so found as wrong results. Like a capture, a recordin
 
 import functools
 import weakref
+from collections import deque
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastdpo.models import captures, graphs
+from fastdpo.models import captures, compiled, graphs
+from fastdpo.models.pace import Pace
+from fastdpo.ops import second_derivatives
 from fastdpo.ops.attention import packed_attention, routes
 
 aten = torch.ops.aten
@@ -99,7 +103,7 @@ class Recorder:
         recording.memory = memory
         self.active, self.made = recording, self.made + 1
         try:
-            with recording:
+            with mock.patch.object(compiled, "_compiled", return_value=_as_it_is), recording:
                 run()
                 if self.made == self.fails_at:
                     raise torch.OutOfMemoryError("planted")
@@ -122,8 +126,13 @@ class Recorder:
         return replay
 
 
+def _as_it_is(layer, args, kwargs):
+    """Calls a layer that is compiled as it is: torch compiles nothing under a mode."""
+    return layer._call_impl(*args, **kwargs)
+
+
 def install(monkeypatch, *, dense: bool = True) -> Recorder:
-    """Makes the CPU a device that has graphs.
+    """Makes the CPU a device that has graphs, and on which they always pay.
 
     Args:
         monkeypatch: the fixture.
@@ -134,13 +143,21 @@ def install(monkeypatch, *, dense: bool = True) -> Recorder:
     monkeypatch.setattr(graphs, "record", recorder.record)
     memory_of = functools.cache(lambda device, has_backward: captures.Memory(device))
     monkeypatch.setattr(graphs, "memory_of", memory_of)
-    monkeypatch.setattr(packed_attention, "is_traced", lambda: False)  # a capture is no trace
+    always(monkeypatch)
+    monkeypatch.setattr(second_derivatives, "uses", deque(maxlen=0))  # by other tests of the process
+    monkeypatch.setattr(packed_attention, "is_traced", torch.compiler.is_compiling)  # a capture is no trace
     if dense:
         monkeypatch.setattr(routes, "BACKENDS", {"dense": DenseBackend()})
         monkeypatch.setattr(routes, "suits_triton", lambda *_: True)
     else:
         _record_launches(monkeypatch, recorder)
     return recorder
+
+
+def always(monkeypatch) -> None:
+    """Makes recordings pay, whatever they take."""
+    for name in ("is_recorded", "is_kept"):
+        monkeypatch.setattr(Pace, name, lambda *_: True)
 
 
 def _record_launches(monkeypatch, recorder: Recorder) -> None:

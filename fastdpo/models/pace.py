@@ -1,0 +1,260 @@
+"""Whether recording a CUDA graph, or compiling the layers, pays in what is left of a training.
+
+Arithmetic alone: a clock says how long a call and what follows it take, and the optimizers, or a trainer that knows its
+last step, how many calls are left. What is not known is guessed, and each guess is replaced by what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..ops import second_derivatives
+from ..ops.choice.notes import Compiled
+
+VARIABLE = "FASTDPO_AUTO"
+"""The environment variable by which, if it is "0", nothing is decided."""
+
+WARM_UP = 8
+"""Number of calls before the first decision. The first ones compile kernels and fill caches."""
+
+MARGIN = 1.5
+"""What is spent must come back so many times."""
+
+LEAST_SAVING = 0.05
+"""The part of the time between two calls that must be saved. Less than that is noise."""
+
+LOST_SECONDS, LOST_PART = 2.0, 0.01
+"""What may be spent on what is not kept, in seconds and as a part of the training."""
+
+WORTH_ANOTHER = 0.7
+"""Of the tokens of a recording that did not pay, those from which a smaller one does not either."""
+
+WATCHED, SLOWER = 50, 1.02
+"""Number of calls after which it is asked whether they have become slower, and by what factor they must have."""
+
+RECORDING_SECONDS = 1.0
+"""What a recording and its comparison take, until one was made."""
+
+COMPILING_SECONDS = 45.0
+"""What compiling takes for a model for which no process has noted it."""
+
+SMALL, LARGE = 0.2, 0.12
+"""What compiled layers save of a model of up to 2e9 parameters, and of a larger one, until it was measured. On an H200,
+they saved 17 to 47 % of the steps of one of 0.5e9, and 31 % of one of 8e9 with LoRA."""
+
+
+@dataclass
+class Training:
+    """The optimizer steps of a training.
+
+    Attributes:
+        done: so far.
+        left: as a trainer says; None if none does. Then as many are expected as were done.
+        settled: by the name of a model, whether its layers are compiled. A checkpoint holds it.
+    """
+
+    done: int = 0
+    left: int | None = None
+    settled: dict[str, bool] = field(default_factory=dict)
+
+    def further(self, seen: float) -> float:
+        """How often something is expected to occur again that was seen so often."""
+        return seen if self.left is None else seen * self.left / max(self.done, 1)
+
+
+_trainings = [Training()]
+
+
+def training() -> Training:
+    """The training that runs."""
+    _count_steps()
+    return _trainings[-1]
+
+
+def begin(settled: dict[str, bool]) -> Training:
+    """Takes note that a trainer begins, and of what its checkpoint says. It counts the steps itself."""
+    _trainings[:] = [Training(left=0, settled=settled)]
+    return _trainings[-1]
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(*_: object) -> None:
+        if _trainings[-1].left is None:
+            _trainings[-1].done += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The time that a function takes on the host and on a device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait(device)
+    start = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+class Trial(NamedTuple):
+    """The seconds of two ways to compute the same batch.
+
+    Attributes:
+        tokens: of the batch.
+        before: by the layers.
+        after: by a replay, or by compiled layers.
+    """
+
+    tokens: int
+    before: float
+    after: float
+
+    @property
+    def saved(self) -> float:
+        return self.before - self.after
+
+
+class Pace:
+    """The calls of a model of one kind, with or without gradients.
+
+    Args:
+        training: that it is a part of.
+        now: a clock in seconds.
+
+    Attributes:
+        calls: their number.
+        trials: of recordings.
+    """
+
+    def __init__(self, training: Training, now: Callable[[], float] = time.perf_counter) -> None:
+        self.training, self._now = training, now
+        self.calls, self.trials = 0, list[Trial]()
+        self._last: float | None = None
+        self._between: deque[float] = deque(maxlen=2 * WARM_UP)
+        self._recording_seconds: float | None = None
+        self._at_first: float | None = None  # `between` before anything was recorded
+        self._lately: deque[float] = deque(maxlen=WATCHED)
+        self._lost = 0.0  # seconds for recordings that were not kept
+        self._since = 0  # calls since something has changed
+
+    def call(self) -> None:
+        """Takes note of a call that begins."""
+        last, self._last = self._last, self._now()
+        if last is not None:
+            self._between.append(self._last - last)
+            self._lately.append(self._last - last)
+        self.calls, self._since = self.calls + 1, self._since + 1
+
+    def interrupt(self) -> None:
+        """Leaves out the time to the next call, in which something else was done."""
+        self._last, self._since = None, 0
+
+    def change(self) -> None:
+        """Forgets what was measured, since the layers take another time from now on."""
+        self.trials.clear()
+        self._between.clear()
+        self._at_first = None
+        self.interrupt()
+
+    @property
+    def between(self) -> float:
+        """The seconds from a call to the next one, in the median. Infinite before they are known."""
+        return median(self._between) if len(self._between) >= WARM_UP - 1 else torch.inf
+
+    def is_recorded(self, tokens: int, seen: int) -> bool:
+        """Whether a recording of a number of tokens that was seen so often is expected to pay."""
+        if self.between == torch.inf:
+            return False
+        saved, cost = self._expected(tokens), self._recording_seconds or RECORDING_SECONDS + 4 * self.between
+        is_enough = saved > LEAST_SAVING * self.between
+        return is_enough and saved * self.training.further(seen - 1) > MARGIN * cost and self._may_lose(cost)
+
+    def _may_lose(self, seconds: float) -> bool:
+        """Whether so many seconds are little, with those that were lost before, in relation to the training."""
+        whole = self.between * (self.calls + self.training.further(self.calls))
+        return self._lost + seconds < LOST_SECONDS + LOST_PART * whole
+
+    def _expected(self, tokens: int) -> float:
+        """The seconds that a replay of a number of tokens is expected to save: the host takes as long for any number,
+        and the device in proportion.
+        """
+        if not self.trials:
+            return self.between / 3
+        dropped = [x for x in self.trials if not self.is_kept(x)]
+        if any(tokens > WORTH_ANOTHER * x.tokens for x in dropped):
+            return 0.0
+        nearest = min(self.trials, key=lambda x: abs(x.tokens - tokens))
+        saved = nearest.before - nearest.after * tokens / nearest.tokens
+        return saved / 2 if nearest in dropped else saved
+
+    def is_kept(self, trial: Trial) -> bool:
+        """Whether a recording saves enough."""
+        return trial.saved > LEAST_SAVING * self.between
+
+    @contextmanager
+    def making(self) -> Iterator[Callable[[Trial], bool]]:
+        """Takes the time of making a recording. Yields a function that takes note of its trial, and returns whether it
+        is kept.
+        """
+        start, is_kept = self._now(), False
+
+        def note(trial: Trial) -> bool:
+            nonlocal is_kept
+            self.trials.append(trial)
+            is_kept = self.is_kept(trial)
+            if is_kept and self._at_first is None:
+                self._at_first = self.between
+            return is_kept
+
+        try:
+            yield note
+        finally:
+            self._recording_seconds = self._now() - start
+            self._lost += 0 if is_kept else self._recording_seconds
+            self.interrupt()
+
+    def is_slower(self) -> bool:
+        """Whether calls have become slower since something was recorded, as where ranks wait for gradients that come
+        all at once. Asked after a number of calls without another recording.
+        """
+        if self._since != WATCHED or self._at_first is None:
+            return False
+        return median(self._lately) > SLOWER * self._at_first
+
+    def saving(self, before: float, after: float, has_backward: bool) -> float:
+        """The part of the time between two calls that a faster forward saves, whose backward takes twice as long."""
+        passes = 3 if has_backward else 1
+        return min(passes * (before - after) / self.between, 1 - after / before)
+
+    def gain_of_compiling(self, parameters: int, noted: Compiled | None) -> float:
+        """The seconds that compiled layers are expected to save, less those that they must.
+
+        Args:
+            parameters: of the model.
+            noted: by an earlier process.
+        """
+        if self.between == torch.inf or self.calls < 3 * WARM_UP or self._since < 2 * WARM_UP:
+            return -torch.inf
+        seconds, saving = noted or Compiled(COMPILING_SECONDS, SMALL if parameters <= 2e9 else LARGE)
+        if saving < LEAST_SAVING:
+            return -torch.inf
+        return saving * self.between * self.training.further(self.calls) - MARGIN * seconds
+
+
+def is_on() -> bool:
+    """Whether anything is decided: not where a run is to repeat another one to the bit, nor where gradients are
+    differentiated again, as compiled layers cannot.
+    """
+    is_fixed = torch.are_deterministic_algorithms_enabled() or second_derivatives.uses
+    return os.environ.get(VARIABLE) != "0" and not is_fixed

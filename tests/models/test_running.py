@@ -1,0 +1,183 @@
+"""How `compile="auto"` changes a training: at which call, on what evidence, and back. The CPU stands in for a GPU."""
+
+import gc
+
+import pytest
+import torch
+
+import fastdpo
+from fastdpo.models import compiled, pace, running
+from fastdpo.models.pace import Pace
+from fastdpo.models.state import state_of
+from fastdpo.ops.choice import notes
+from tests.models.test_graphs import BATCHES, assert_close, gradients, llama, loss_of, step
+from tests.support.kernels import recorder as recording
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch, tmp_path):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pace, "_trainings", [pace.Training()])
+    return recording.install(monkeypatch)
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    """Plants the seconds of forward passes: of the layers as they are, and what compiled ones leave of it. Nothing is
+    recorded: torch compiles nothing while the stand-in records.
+    """
+    found = {"compiled": 0.5, "passes": []}
+
+    def seconds(run, device):
+        run()
+        is_compiled = not any(x.runner.compiled and x.runner.compiled.is_paused for x in found["models"])
+        found["passes"].append(is_compiled)
+        return found["compiled"] if is_compiled else 1.0
+
+    monkeypatch.setattr(running.pace, "seconds", seconds)
+    monkeypatch.setattr(Pace, "is_recorded", lambda *_: False)
+    monkeypatch.setattr(Pace, "gain_of_compiling", lambda self, parameters, noted: float(self.calls > 5))
+    monkeypatch.setattr(Pace, "between", 2.0)
+    return found
+
+
+def prepared(speed, **options):
+    model = fastdpo.prepare(llama(), **options)
+    speed["models"] = [state_of(model)]
+    return model
+
+
+def is_compiled(model):
+    return [x._compiled_call_impl is not None for x in model.model.layers]
+
+
+def train(model, steps, accumulation=2):
+    """By call, whether layers were compiled in it, and the gradients of all steps."""
+    optimizer, found, states = torch.optim.SGD(model.parameters(), lr=0.01), [], []
+    for i in range(steps):
+        for j in range(accumulation):
+            loss_of(model, BATCHES[(i + j) % len(BATCHES)]).backward()
+            (state,) = {*is_compiled(model)}
+            states.append(state)
+        found.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return states, found
+
+
+def test_layers_are_compiled_between_two_steps(speed, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    model, other = prepared(speed), fastdpo.prepare(llama(), compile=False)
+    states, found = train(model, 8)
+    # Tried in the call that begins the fourth step, and compiled from the next step on.
+    assert states == 8 * [False] + 8 * [True]
+    assert speed["passes"][-8 * 4 :].count(True) > 0
+    for ours, expected in zip(found, train(other, 8)[1], strict=True):
+        assert_close(ours, expected)
+    (line,) = [x for x in caplog.messages if "from step" in x]
+    assert line == (
+        "fastdpo: fastdpo.score (policy): layers are compiled from step 5 on, which saves 50% of a step; "
+        "compile=False decides otherwise, and FASTDPO_AUTO=0 nothing"
+    )
+    assert pace.training().settled == {"fastdpo.score (policy)": True}
+    (noted,) = notes.read(model.device).layers.values()
+    assert noted.saving == pytest.approx(0.5)
+
+
+def test_compiled_layers_that_are_not_faster_are_taken_back(speed, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    speed["compiled"] = 0.99
+    model = prepared(speed)
+    states, _ = train(model, 8)
+    assert states == 16 * [False]
+    assert "layers are not compiled from step 5 on, which would not pay; compile=True decides otherwise" in (
+        caplog.text
+    )
+    assert pace.training().settled == {"fastdpo.score (policy)": False}
+
+
+def test_layers_that_cannot_be_compiled(speed, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    model = prepared(speed)
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward  # an attribute of its own
+    train(model, 8)
+    assert pace.training().settled == {"fastdpo.score (policy)": False}
+    assert [x for x in caplog.messages if "layers not compiled, " in x and "[compiled-hooks]" in x]
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_training_that_is_resumed_begins_settled(speed, decided):
+    model = prepared(speed)
+    pace.begin({"fastdpo.score (policy)": decided})
+    training = pace.training()
+    for training.done in range(1, 3):
+        step(model, BATCHES[0])
+        assert {*is_compiled(model)} == {decided}
+    assert not speed["passes"]
+
+
+def test_what_an_earlier_process_has_noted_is_not_tried(speed):
+    model = prepared(speed)
+    key = f"LlamaForCausalLM of {sum(x.numel() for x in model.parameters())} parameters in {model.dtype}"
+    notes.note(model.device, layers={key: notes.Compiled(1.0, 0.3)})
+    states, _ = train(model, 8)
+    assert states == 6 * [False] + 10 * [True]
+
+
+@pytest.mark.parametrize("compile", ["auto", True, False])
+def test_what_fixes_a_run(speed, monkeypatch, compile):
+    """With `FASTDPO_AUTO=0`, nothing that the user has not asked for happens."""
+    monkeypatch.setenv("FASTDPO_AUTO", "0")
+    model = prepared(speed, compile=compile)
+    states, _ = train(model, 8)
+    assert {*states} == {compile is True}
+    assert not speed["passes"]
+
+
+def out_of_memory_at(monkeypatch, call):
+    """Has a call of the head raise an error, once."""
+    from fastdpo.models import scoring
+
+    stock, calls = scoring._scored, []
+
+    def scored(*args):
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("planted")
+        return stock(*args)
+
+    monkeypatch.setattr(scoring, "_scored", scored)
+
+
+@pytest.mark.parametrize("call", range(2, 7))
+def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recorder, caplog, call):
+    caplog.set_level("INFO", "fastdpo")
+    models = [fastdpo.prepare(llama()) for _ in range(2)]
+    expected = [step(models[1], given) for given in BATCHES * 2]
+    out_of_memory_at(monkeypatch, call)
+    found = [step(models[0], given) for given in BATCHES * 2]
+    for ours, stock in zip(found, expected, strict=True):
+        assert_close(ours, stock)
+    assert "without memory for a batch, what recordings held was given back [graphs-memory-left]" in caplog.text
+    gc.collect()
+    assert len(recorder.recordings) == 2  # those of the other model
+
+
+def test_an_error_without_recordings_is_raised(monkeypatch):
+    model = fastdpo.prepare(llama())
+    out_of_memory_at(monkeypatch, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        step(model, BATCHES[0])
+
+
+def test_recordings_that_are_made_more_often_than_replayed(monkeypatch, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    monkeypatch.setattr(running.graphs, "MAX_RECORDINGS", 3)
+    model = fastdpo.prepare(llama())
+    for i in range(16):
+        step(model, BATCHES[i % 5])
+        for p in model.parameters():
+            p.data = p.data.clone()
+    assert "recordings were made anew 3 times, for 3 replays [graphs-replaced]" in caplog.text
