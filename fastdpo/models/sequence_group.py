@@ -182,9 +182,9 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: int, group: SequenceGroup) -> Tensor:
         n = -(-rows // group.ranks)
         ctx.own, ctx.ranks = slice(group.rank * n, group.rank * n + len(x)), group.ranks
-        out = x.new_empty(group.ranks * n, x.shape[1])
-        dist.all_gather_into_tensor(out, F.pad(x, (0, 0, 0, n - len(x))), group=group.group)
-        return out[:rows]
+        out = x.new_empty(group.ranks, n, x.shape[1])
+        dist.all_gather([*out], F.pad(x, (0, 0, 0, n - len(x))), group=group.group)
+        return out.flatten(0, 1)[:rows]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
