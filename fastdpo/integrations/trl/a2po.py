@@ -25,7 +25,6 @@ class A2POLine(TrainerLine):
     )
     relies_on = ("_get_sequence_logps",)
     replaced = ("_get_sequence_logps",)
-    path = ("compute_loss", "_get_sequence_logps")
 
     def _get_sequence_logps(
         self,

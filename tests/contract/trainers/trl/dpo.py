@@ -11,6 +11,8 @@ import re
 from accelerate import dispatch_model
 from peft import PrefixTuningConfig, PromptTuningConfig
 from trl import DPOTrainer
+from trl.experimental.bema_for_ref_model import BEMACallback
+from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
 from trl.trainer import dpo_trainer
 
 from tests.contract.harness import Harness, sabotaged_by
@@ -61,6 +63,14 @@ MODIFIERS = {
 }
 
 
+class Averaged(BEMATrainer):
+    """Its reference follows an average of the policy in each step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.add_callback(BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1))
+
+
 def checkpointed(reentrant: bool) -> dict:
     return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
@@ -95,6 +105,7 @@ OPTIONS = {
         dict(precompute_ref_log_probs=True, **adapter()),
         dict(policy=3, reference=1),
     ),
+    "averaged reference": (dict(trainer_class=Averaged, learning_rate=0.1), FULL),
     # evaluation
     "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),  # the last batch has 2 of 4 pairs
     "evaluation_alone": (dict(evaluate=6, only_evaluate=True), dict(reference=2, eval=2)),
