@@ -118,7 +118,7 @@ def test_patched_block(monkeypatch):
     [
         ({}, "max_tokens=500, verify=True", "max_tokens=None, verify=False"),
         (dict(max_tokens=300, verify=True), "max_tokens=500", "max_tokens=300"),
-        (dict(max_tokens=500, verify=True, compile=True), "compile=False", "compile=True"),
+        (dict(max_tokens=500, verify=True, compile=True), "compile='auto'", "compile=True"),
     ],
     ids=str,
 )
