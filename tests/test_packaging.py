@@ -46,7 +46,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "lengths": {"checks", "data"},
     "ops.devices": set(),
     "ops.second_derivatives": set(),
-    "ops.choice": {"accuracy", "atomic_files", "logs", "ops.devices"},
+    "ops.choice": {"accuracy", "atomic_files", "distributed", "logs", "ops.devices"},
     "ops.head": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.second_derivatives", "packing"},
     "ops.attention": {"accuracy", "checks", "kernels", "logs", "packing"}
     | {"ops.choice", "ops.devices", "ops.head", "ops.second_derivatives"},

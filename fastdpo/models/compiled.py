@@ -152,7 +152,7 @@ class CompiledLayers:
             args = args[0].detach(), *args[1:]
         runs, _compiler.call = self.runs, (self, [*args, *kwargs.values()])
         try:
-            output = _compiled(BACKEND)(layer, args, kwargs)
+            output = compiled_run(BACKEND)(layer, args, kwargs)
         except _errors() as error:
             message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             vars(layer).pop("_compiled_call_impl")  # the other layers until the next batch: they may be computed again
@@ -279,7 +279,7 @@ def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _compiled(backend: str) -> Callable[..., Any]:
+def compiled_run(backend: str) -> Callable[..., Any]:
     """The compiled call of all layers, since torch shares graphs between calls of one function."""
     takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
     given: dict[str, Any] = {"recompile_limit": MAX_GRAPHS} if takes_limit else {}

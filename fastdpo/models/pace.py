@@ -73,26 +73,27 @@ class Training:
         return seen if self.left is None else seen * self.left / max(self.done, 1)
 
 
-_trainings = [Training()]
+trainings = [Training()]
+"""The training that runs, alone."""
 
 
 def training() -> Training:
     """The training that runs."""
     _count_steps()
-    return _trainings[-1]
+    return trainings[-1]
 
 
 def begin(settled: dict[str, bool]) -> Training:
     """Takes note that a trainer begins, and of what its checkpoint says. It counts the steps itself."""
-    _trainings[:] = [Training(left=0, settled=settled)]
-    return _trainings[-1]
+    trainings[:] = [Training(left=0, settled=settled)]
+    return trainings[-1]
 
 
 @functools.cache
 def _count_steps() -> None:
     def count(*_: object) -> None:
-        if _trainings[-1].left is None:
-            _trainings[-1].done += 1
+        if trainings[-1].left is None:
+            trainings[-1].done += 1
 
     register_optimizer_step_post_hook(count)
 

@@ -250,7 +250,7 @@ def test_optimizers_count_steps_unless_a_trainer_does():
     own = pace.begin({})
     optimizer.step()
     assert (own.done, pace.training()) == (0, own)
-    pace._trainings[:] = [training]
+    pace.trainings[:] = [training]
 
 
 class Store:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo.models import compiled, pace, running
+from fastdpo.models import compiled, pace, running, scoring
 from fastdpo.models.pace import Pace
 from fastdpo.models.state import state_of
 from fastdpo.ops.choice import notes
@@ -19,7 +19,7 @@ def recorder(monkeypatch, tmp_path):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(pace, "_trainings", [pace.Training()])
+    monkeypatch.setattr(pace, "trainings", [pace.Training()])
     return recording.install(monkeypatch)
 
 
@@ -137,18 +137,16 @@ def test_what_fixes_a_run(speed, monkeypatch, compile):
 
 
 def out_of_memory_at(monkeypatch, call):
-    """Has a call of the head raise an error, once."""
-    from fastdpo.models import scoring
+    """Has a call raise an error behind the head, once."""
+    stock, calls = scoring.targets_of_call, []
 
-    stock, calls = scoring._scored, []
-
-    def scored(*args):
+    def targets_of_call(*args):
         calls.append(None)
         if len(calls) == call:
             raise torch.OutOfMemoryError("planted")
         return stock(*args)
 
-    monkeypatch.setattr(scoring, "_scored", scored)
+    monkeypatch.setattr(scoring, "targets_of_call", targets_of_call)
 
 
 @pytest.mark.parametrize("call", range(2, 7))

@@ -103,7 +103,7 @@ class Recorder:
         recording.memory = memory
         self.active, self.made = recording, self.made + 1
         try:
-            with mock.patch.object(compiled, "_compiled", return_value=_as_it_is), recording:
+            with mock.patch.object(compiled, "compiled_run", return_value=_as_it_is), recording:
                 run()
                 if self.made == self.fails_at:
                     raise torch.OutOfMemoryError("planted")
