@@ -23,7 +23,7 @@ from tests.support import ROOT
 from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, PACKED_SINCE, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
-from tests.support.trl import vision
+from tests.support.trl import exported, vision
 from tests.support.trl.reward import has_classifier, reward_family
 
 PAGE = ROOT / "docs" / "support.md"
@@ -68,6 +68,14 @@ such as Gemma 3n, are not tested.
 {multimodal}
 
 TRL's own fused head fails on {failing_multimodal} with the same error, with or without fastdpo.
+
+## Trainers that TRL exports
+
+The tests run each of them without fastdpo and with every trainer of TRL patched. A trainer that is not patched
+trains to the last bit as before. Those marked *needs a server* are not trained: neither they nor their modules
+are changed.
+
+{exported}
 
 ## Changes to a model between two steps
 
@@ -154,6 +162,16 @@ def surgery_rows() -> list[list[str]]:
     return rows
 
 
+def exported_rows() -> list[list[str]]:
+    rows = []
+    for name, trainer_class in exported.exported():
+        line = exported.line_of(trainer_class)
+        claim = exported.CLAIMS.get(name)
+        what = f"patched{'' if line.by_default else ', by name'}" if line else claim.what if claim else "unknown"
+        rows.append([f"`{name}`", what + (", needs a server" if claim and claim.build is None else "")])
+    return rows
+
+
 def table(headers: list[str], rows: list[list[str]]) -> str:
     """A Markdown table. Columns are not aligned, so that changing a cell changes one line only."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
@@ -174,6 +192,7 @@ def page() -> str:
         failing=listed(FAILS_IN_STOCK, "and"),
         multimodal=table(multimodal_headers, multimodal_rows()),
         failing_multimodal=listed(multimodal.FAILS_IN_STOCK, "and"),
+        exported=table(["trainer", "by `fastdpo.patch()`"], exported_rows()),
         surgeries=table(["change", "fused", "reason"], surgery_rows()),
         options=table(["field", "tested by"], option_rows()),
     )
