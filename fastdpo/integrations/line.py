@@ -163,6 +163,9 @@ class TrainerLine:
     def request(self, trainer: Any, role: str) -> ForwardOptions:
         """What the fused forward of a model computes."""
         is_reward = role == "reward"  # whose only label is that of the last token, behind all that rows share
+        args, compile = getattr(trainer, "args", None), self.options.compile
+        if getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate" and compile == "auto":
+            compile = False  # recordings would take memory that the engine counts on
         return ForwardOptions(
             self.name,
             role,
@@ -170,7 +173,7 @@ class TrainerLine:
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
             newer=f"{self.package} {installed_version(self.package)}" if self.is_newer else "",
             share_prompts=self.options.share_prompts,
-            compile=self.options.compile,
+            compile=compile,
             verify=self.options.verify,
         )
 

@@ -35,6 +35,23 @@ def memory_of(device: torch.device, has_backward: bool) -> Memory:
     return Memory(device)
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether a recording would leave a device as much memory as the largest batch has taken so far, twice, and a
+    twentieth of all: a batch that runs the layers later cannot use what a recording holds.
+    """
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, segments = torch.cuda.memory_allocated(device), torch.cuda.memory_snapshot()
+    unused = sum(
+        x["total_size"]
+        for x in segments
+        if x["device"] == device.index and tuple(x.get("segment_pool_id", (0, 0))) == (0, 0)
+    )
+    taken = torch.cuda.max_memory_allocated(device) - allocated
+    return free + unused - allocated - 2 * taken > total / 20
+
+
 def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Records what a function launches, without running it, and returns a function that replays it."""
     with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.current_stream(memory.device)):

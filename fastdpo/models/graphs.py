@@ -29,7 +29,7 @@ from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from . import pace
 from .calls import calls
-from .captures import memory_of, record
+from .captures import has_room, memory_of, record
 from .pace import Pace, Trial
 from .recordable import CHECKPOINTING, have_hooks, offloading_reason, unsupported_reason
 
@@ -247,6 +247,7 @@ class Graphs:
         self._rooms: Counter[tuple] = Counter()
         self._made: set[tuple] = set()
         self._replaced = self._replays = 0
+        self._is_full = False
 
     def begin(
         self, model: PreTrainedModel, backbone: nn.Module, verdict: object, kind: str, obstacle: str | None
@@ -316,20 +317,26 @@ class Graphs:
     def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor], pace: Pace) -> Recording | None:
         """A recording that has taken a batch, if there is one, or if making one pays."""
         size = rounded_up(inputs["input_ids"].shape[1])
-        key, state = (id(basis.verdict), bool(trained), size), basis.state(trained)
+        key = id(basis.verdict), bool(trained), size
         self._seen[key[1:]] += 1
         recording = self._recordings.pop(key, None)
-        if recording is not None and (recording.state != state or not recording.fill(inputs)):
+        if recording is not None and (recording.state != basis.state(trained) or not recording.fill(inputs)):
             self._rooms[key] += 1
             self._latest[key], recording = inputs, None
         elif recording is None:
             latest, self._latest[key] = self._latest.get(key), inputs
-            if latest is not None and pace.is_recorded(size, self._seen[key[1:]]):
-                recording = self._new(basis, latest, inputs, size, 2 + self._rooms[key], trained, state, pace)
-                self._replaced += key in self._made
-                self._made.add(key)
-                if self._replaced >= MAX_RECORDINGS and 2 * self._replaced > self._replays:
-                    self._stop(Reason("graphs-replaced", replaced=self._replaced, replays=self._replays))
+            if latest is None or self._is_full or not pace.is_recorded(size, self._seen[key[1:]]):
+                return None
+            if not has_room(inputs["input_ids"].device):
+                self._is_full = True
+                self._say(Reason("graphs-memory", tokens=size))
+                return None
+            recording = self._new(basis, latest, inputs, size, 2 + self._rooms[key], trained, pace)
+            self._replaced += key in self._made
+            self._made.add(key)
+            if self._replaced >= MAX_RECORDINGS and 2 * self._replaced > self._replays:
+                self._stop(Reason("graphs-replaced", replaced=self._replaced, replays=self._replays))
+                return None
         if recording is not None:
             self._recordings[key] = recording
             for oldest in [*self._recordings][:-MAX_RECORDINGS]:
@@ -344,7 +351,6 @@ class Graphs:
         size: int,
         room: int,
         trained: list[Tensor],
-        state: object,
         pace: Pace,
     ) -> Recording | None:
         """A new recording of so many tokens, by one batch, which has taken another one. None if it does not pay, if the
@@ -355,7 +361,7 @@ class Graphs:
             if have_hooks(basis.tensors):  # since the verdict
                 raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
             with pace.making() as make, torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
-                recording = Recording(backbone, padded(first, size), room, trained, state)
+                recording = Recording(backbone, padded(first, size), room, trained, basis.state(trained))
                 if not recording.fill(inputs):
                     return None
                 distance = recording.distance_of(run_layers(backbone, inputs))

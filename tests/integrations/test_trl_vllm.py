@@ -1,12 +1,16 @@
 """Trainers with completions of a vLLM server, stock against patched."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from trl import GRPOTrainer, RLOOTrainer
 
+from fastdpo.integrations.admission.versions import installed_version
+from fastdpo.integrations.lines import lines_of
+from fastdpo.integrations.options import PatchOptions
 from tests.support.stand_ins import vllm
 from tests.support.trl.dpo import LORA, assert_fused
 from tests.support.trl.groups import assert_same_groups, train_both_groups
@@ -68,6 +72,14 @@ def test_online_dpo(tmp_path, clients, options):
     assert_fused(runs[-1], policy=3, reference=3)
     assert_all_same(*runs)
     assert_same_weights_sent([clients[0], clients[2]])
+
+
+@pytest.mark.parametrize(("mode", "compile"), [("colocate", False), ("server", "auto")])
+def test_an_engine_on_the_same_device_keeps_its_memory(mode, compile):
+    line = next(x for x in lines_of("trl.GRPOTrainer") if x.supports(installed_version("trl"))).load()
+    line.options = PatchOptions()
+    trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=True, vllm_mode=mode))
+    assert line.request(trainer, "reference").compile == compile
 
 
 def test_the_comparison_notices_other_log_probabilities_of_the_engine(both, monkeypatch, clients):

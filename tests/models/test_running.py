@@ -10,7 +10,7 @@ from fastdpo.models import compiled, pace, running, scoring
 from fastdpo.models.pace import Pace
 from fastdpo.models.state import state_of
 from fastdpo.ops.choice import notes
-from tests.models.test_graphs import BATCHES, assert_close, gradients, llama, loss_of, step
+from tests.models.test_graphs import BATCHES, assert_close, batch, gradients, llama, loss_of, replays, step
 from tests.support.kernels import recorder as recording
 
 
@@ -161,6 +161,22 @@ def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recor
     assert "without memory for a batch, what recordings held was given back [graphs-memory-left]" in caplog.text
     gc.collect()
     assert len(recorder.recordings) == 2  # those of the other model
+
+
+def test_recordings_leave_room(monkeypatch, recorder, caplog):
+    """Without it, those that exist are replayed, and no other one is made."""
+    caplog.set_level("INFO", "fastdpo")
+    model = fastdpo.prepare(llama())
+    long = batch((40, 20, 20))
+    for given in (*BATCHES[:2], long):
+        step(model, given)
+    monkeypatch.setattr(running.graphs, "has_room", lambda device: False)
+    before = replays()
+    for given in (long, long, *BATCHES[:2]):
+        step(model, given)
+    assert (replays() - before, recorder.made) == (2, 2)
+    (line,) = [x for x in caplog.messages if "no CUDA graphs" in x]
+    assert "the device has no memory for a recording of 80 tokens [graphs-memory]" in line
 
 
 def test_an_error_without_recordings_is_raised(monkeypatch):
