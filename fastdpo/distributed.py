@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STEPS_OF_NOTICE = 4
-"""Steps from a result to the first in which ranks act on it. No rank is so far behind another."""
+STEPS_OF_NOTICE = 8
+"""Steps from one look at the store to the next, in which ranks act on what was there. No rank is so far behind another.
+"""
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -72,8 +73,7 @@ class Ballot:
     _asked: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, name: str) -> None:
-        self._asked[name] += 1
-        self._key = f"fastdpo/{name}/{self._asked[name]}"
+        self._name, self._key = name, ""
         self._is_cast = self._is_told = False
 
     def smallest(self, step: int, number: float | None) -> float | None:
@@ -86,6 +86,11 @@ class Ballot:
         store = store_of_ranks()
         if store is None:
             return number
+        if step % STEPS_OF_NOTICE:
+            return None
+        if not self._key:  # copies of a ballot that never ask have none
+            self._asked[self._name] += 1
+            self._key = f"fastdpo/{self._name}/{self._asked[self._name]}"
         rank, ranks = rank_and_world_size()
         result, keys = f"{self._key}/result", [f"{self._key}/{i}" for i in range(ranks)]
         if number is not None and not self._is_cast:
