@@ -203,6 +203,16 @@ def test_nothing_is_decided_in_the_first_calls():
     assert found.gain_of_compiling(1, Compiled(0.0, 0.5)) == -torch.inf
 
 
+@pytest.mark.parametrize(("left", "is_recorded"), [(30, False), (3000, True)])
+def test_what_was_lost_counts(left, is_recorded):
+    """A recording of 2 s that was not kept is a twentieth of a training of 50 s, and little of a long one."""
+    found = clocked(*range(21), left=left, done=20)
+    found._now = iter([20.0, 22.0]).__next__
+    with found.making() as make:
+        assert not make(Trial(1000, 0.9, 0.89))
+    assert found.is_recorded(500, 20) == is_recorded
+
+
 def test_compiling_must_pay_in_what_is_left():
     short, long = (clocked(*range(40), left=left, done=40) for left in (80, 4000))
     assert short.gain_of_compiling(int(1e9), None) < 0 < long.gain_of_compiling(int(1e9), None)
