@@ -167,8 +167,12 @@ def compile_eagerly(model: PreTrainedModel) -> None:
     compiled.BACKEND = "aot_eager"
 
 
+stand_in = pytest.MonkeyPatch()
+"""That for graphs, undone before the next training."""
+
+
 def record_graphs(model: PreTrainedModel) -> None:
-    recorder.install(pytest.MonkeyPatch())
+    recorder.install(stand_in)
 
 
 def spoil_packed(model: PreTrainedModel) -> None:

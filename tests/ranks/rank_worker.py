@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from peft import TaskType
-from rank_cases import CASES, OPTIONS, Case, collator
+from rank_cases import CASES, OPTIONS, Case, collator, stand_in
 from rank_launch import SECONDS_A_CASE, SECONDS_A_COLLECTIVE, result
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -112,7 +112,8 @@ def with_tensor_parallelism_on_a_cpu(multi_device: property) -> property:
 
 
 def forget_engines() -> None:
-    """Resets global state and environment variables that would set the next training's engine."""
+    """Resets global state and environment variables that would set the next training's engine, or how it runs."""
+    stand_in.undo()
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     unset_hf_deepspeed_config()

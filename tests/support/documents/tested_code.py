@@ -20,12 +20,12 @@ from fastdpo.integrations.lines import LINES
 
 
 def newest_lines() -> Iterator[TrainerLine]:
-    """The newest line of each trainer whose package is installed, in a version that is not older."""
-    for line in LINES:
-        is_newest = line is next(x for x in LINES if x.trainer == line.trainer)
-        version = installed_version(line.package)
-        if is_newest and version is not None and (line.supports(version) or line.precedes(version)):
-            yield line.load()
+    """The newest line of each trainer whose package is installed, in a version that is older than none of them."""
+    newest = [line for line in LINES if line is next(x for x in LINES if x.trainer == line.trainer)]
+    for package in dict.fromkeys(line.package for line in newest):
+        version, lines = installed_version(package), [x for x in newest if x.package == package]
+        if version is not None and all(x.supports(version) or x.precedes(version) for x in lines):
+            yield from (x.load() for x in lines)
 
 
 def relied_on(line: TrainerLine) -> dict[str, Any]:
