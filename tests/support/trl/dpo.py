@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -279,11 +281,12 @@ def record(make: Callable[..., Trainer], *, evaluate: bool = False, only_evaluat
     """Creates a trainer by `make(callbacks=...)`, trains or evaluates with it, and returns the record."""
     run = Run([])
     before = Counter(fastdpo.calls)
-    trainer = make(callbacks=[Gradients(run.gradients)])
-    if not only_evaluate:
-        trainer.train()
-    if evaluate:
-        trainer.evaluate()
+    with mock.patch.dict(os.environ):  # `torch_compile` of one trainer would compile all later ones by a variable
+        trainer = make(callbacks=[Gradients(run.gradients)])
+        if not only_evaluate:
+            trainer.train()
+        if evaluate:
+            trainer.evaluate()
     run.steps = trainer.state.global_step
     run.logs = [numbers(log) for log in trainer.state.log_history]
     run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
