@@ -1,5 +1,4 @@
 """Log-probabilities and statistics of target tokens, from hidden states and the LM head or from logits.
 
-`linear_logps` is the op, `passes` its two passes over tiles of tokens, `tile_format` what tiles
-are, and `tiles` the work on one of them.
+`linear_logps` is the op, `passes` its two passes over tiles of tokens, and `tile_format` what tiles are.
 """

@@ -17,10 +17,9 @@ from ..devices import accumulation_dtype, is_traced, memory_of
 from ..second_derivatives import gradients_of_definition
 from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
-from .passes import backward_pass, empty_outputs, forward_pass, take_kept
+from .passes import HEAD, HeadCall, backward_pass, empty_outputs, forward_pass, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
 from .tile_format import OP, TileFormat
-from .tiles import HEAD, HeadCall
 
 MEMORY_BUDGET = 512 << 20
 """The least default, and the default on devices other than GPUs."""
@@ -206,7 +205,8 @@ def linear_logps(
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
-    budget = _default_budget(weight) if memory_budget is None else memory_budget
+    trained = weight.numel() if weight.requires_grad else 0
+    budget = budget_for(trained, memory_of(weight.device)) if memory_budget is None else memory_budget
     keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
 
     scalars = (softcap, logit_scale, temperature, compute_dtype)
@@ -214,11 +214,6 @@ def linear_logps(
         hidden, weight, bias, targets, main_grad, statistics, keep, form_jacobian, *scalars
     )
     return named_results(logps, extra, statistics, targets.shape)
-
-
-def _default_budget(weight: Tensor) -> int:
-    """The default for a head with this weight [V, D]."""
-    return budget_for(weight.numel() if weight.requires_grad else 0, memory_of(weight.device))
 
 
 def budget_for(trained: int, device_memory: int | None) -> int:

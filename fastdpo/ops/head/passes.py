@@ -1,12 +1,12 @@
-"""The passes of a head over all of its tiles: the forward, and the backward.
+"""One call of a head: its two passes over all tiles of tokens, and the work on one tile.
 
-Dimensions: N scored tokens, V vocabulary, D hidden size.
+Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,202 @@ from ..devices import accumulation_dtype
 from .logit_rows import (
     GradientInputs,
     GradientSum,
+    block_slices,
     empty_gradients,
+    gradient_tile_,
+    join_results,
+    logit_gradient,
+    normalize,
+    row_slices,
     split_row_scale,
+    sum_block_,
     upstream_scale,
     wide_product,
 )
-from .results import empty_results
-from .tile_format import TileFormat
-from .tiles import Head, HeadCall
+from .results import Targets, Transform, empty_results
+from .tile_format import OP, ROW_KERNEL, TARGET_KERNEL, TileFormat
+
+T = TypeVar("T")
+
+HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
+    "ScalarType compute_dtype"
+)
+"""The first fields of a `HeadCall`, as custom ops declare them."""
+
+
+class HeadCall(NamedTuple):
+    """The common arguments of the forward and backward ops of a head.
+
+    Custom ops take them flat.
+    """
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    compute_dtype: torch.dtype
+
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.softcap, self.logit_scale, self.temperature)
+
+
+class Head:
+    """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
+
+    def __init__(self, call: HeadCall) -> None:
+        dtype = self.dtype = call.compute_dtype
+        self.format = TileFormat.of(call.weight, dtype)
+        self.targets = Targets.of(OP, call.targets, len(call.weight))
+        self.hidden, self.transform = call.hidden, call.transform
+        self.weight = call.weight.to(dtype)
+        self.bias = None if call.bias is None else call.bias.to(dtype).contiguous()
+        self.accumulation_dtype = accumulation_dtype(dtype)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def tiles(self, start: int = 0) -> list[slice]:
+        """The tokens [start, N) in slices of one tile."""
+        slices = row_slices(len(self.hidden) - start, self.format.rows)
+        return [slice(start + rows.start, start + rows.stop) for rows in slices]
+
+    def hidden_rows(self, rows: slice) -> Tensor:
+        """Hidden states [n, D], zero where the target is ignored.
+
+        This keeps their NaN and infinities from spreading.
+        """
+        return self.hidden[rows].to(self.dtype).masked_fill(self.targets.ignored[rows, None], 0)
+
+    def scratch(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Memory for one tile [n, V]. Every call with the same dtype returns the same memory."""
+        if dtype not in self._scratch:
+            size = min(len(self.hidden), self.format.rows)
+            self._scratch[dtype] = self.format._replace(dtype=dtype).allocate(size, self.weight)
+        return self._scratch[dtype][: rows.stop - rows.start]
+
+    def results(self, rows: slice, statistics: str, gradient: Tensor | None) -> list[Tensor]:
+        """logps, shift, others, total and statistics of one tile, [n] each.
+
+        Writes the gradient tile to `gradient` [n, V] if it is given.
+        """
+        h, targets = self.hidden_rows(rows), self.targets.of_rows(rows)
+        target_logits = self._target_logits(h, targets)
+        if gradient is not None and gradient.dtype == self.dtype:
+            logits = self._raw_logits(h, out=gradient)
+        else:
+            logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
+
+        def launch() -> list[Tensor]:
+            from ...kernels.token_logps import token_logps_fwd
+
+            outputs = (statistics, target_logits, gradient)
+            return token_logps_fwd(logits, targets.ids, *self.transform, *outputs, self.format.row_warps)
+
+        results = self._launched(ROW_KERNEL, launch, has_warps=True)
+        if results is None:
+            results = self._results_in_torch(logits, targets, target_logits, statistics, gradient)
+        return results
+
+    def _launched(self, kernel: str, launch: Callable[[], T], has_warps: bool = False) -> T | None:
+        """What the launch of a kernel returns, or None where PyTorch computes in its place.
+
+        If it fails, the format changes to that which replaces it.
+        """
+        while self.format.triton:
+            try:
+                return launch()
+            except torch.OutOfMemoryError:  # no fault of the kernel
+                raise
+            except Exception as error:  # it may not compile, fit the device, or launch
+                self.format = self.format.replaced(self.weight, error, kernel, has_warps)
+        return None
+
+    def _results_in_torch(
+        self, logits: Tensor, targets: Targets, target_logits: Tensor, statistics: str, gradient: Tensor | None
+    ) -> list[Tensor]:
+        parts, narrow = [], self.format.dtype != self.accumulation_dtype
+        for block in block_slices(logits, self.accumulation_dtype):
+            z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
+            slope = None if gradient is None else self.transform.slope(z)
+            of_block = targets.of_rows(block)
+            sums, exponentials = sum_block_(z, of_block, target_logits[block], statistics)
+            if gradient is not None:
+                others = sums.others
+                if narrow:
+                    _, others, factor = normalize(sums.shift, others)
+                    exponentials.mul_(factor[:, None])
+                _store(gradient[block], gradient_tile_(exponentials, of_block, others, slope))
+            parts.append(sums)
+        logps, shift, others, total, *extra = join_results(parts, logits, targets.ignored, statistics)
+        if narrow:
+            shift, others, factor = normalize(shift, others)
+            total *= factor
+        return [logps, shift, others, total, *extra]
+
+    def gradients(self, kept: Tensor, inputs: GradientInputs, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """The gradient tiles of all tokens in `dtype`, with their rows: first those in `kept`, then recomputed.
+
+        Kept tiles come all at once if they can be multiplied without a wider copy. With a gradient of the
+        entropy, the gradient of the raw logits takes the place of each tile, and all of them are recomputed.
+        """
+        keep = len(kept) if inputs.grad_entropy is None else 0
+        if keep and (dtype == self.accumulation_dtype or self.format.triton):
+            yield slice(0, keep), kept
+        else:
+            for rows in row_slices(keep, self.format.rows):
+                yield rows, kept[rows]
+        for rows in self.tiles(keep):
+            yield rows, self._gradient(rows, inputs.of_rows(rows), dtype)
+
+    def _gradient(self, rows: slice, inputs: GradientInputs, dtype: torch.dtype) -> Tensor:
+        tile, targets = self.scratch(rows, dtype), self.targets.of_rows(rows)
+        logits = self._raw_logits(self.hidden_rows(rows), out=self.scratch(rows, self.dtype))
+
+        def launch() -> Tensor:
+            from ...kernels.token_logps import token_logps_bwd
+
+            *sums, grad_logps, grad_entropy = inputs
+            token_logps_bwd(tile, grad_logps, grad_entropy, logits, targets.ids, sums, *self.transform)
+            return tile
+
+        if self._launched(ROW_KERNEL, launch) is None:
+            for block in block_slices(logits, self.accumulation_dtype):
+                z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
+                gradient = logit_gradient(z, targets.of_rows(block), inputs.of_rows(block), self.transform)
+                _store(tile[block], gradient)
+        return tile
+
+    def _raw_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Logits [n, V] before their transform, rounded to the compute dtype."""
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+
+    def _target_logits(self, hidden: Tensor, targets: Targets) -> Tensor:
+        """Transformed logits [n] of the targets, at least float32, NaN for unknown targets."""
+
+        def launch() -> Tensor:
+            from ...kernels.linear_logps import target_logits
+
+            operands = (hidden.contiguous(), self.weight, self.bias, targets.ids)
+            return target_logits(*operands, *self.transform)
+
+        t = self._launched(TARGET_KERNEL, launch)
+        if t is None:
+            wide = self.accumulation_dtype
+            x = torch.linalg.vecdot(hidden.to(wide), self.weight[targets.index].to(wide))
+            t = self.transform.apply_(x if self.bias is None else x + self.bias[targets.index])
+            t.masked_fill_(targets.unknown, torch.nan)
+        return t
+
+
+def _store(place: Tensor, block: Tensor) -> None:
+    """Copies a block to its place in a tile, unless it was computed there."""
+    if block.data_ptr() != place.data_ptr():
+        place.copy_(block)
 
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
