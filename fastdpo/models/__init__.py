@@ -11,8 +11,7 @@ Nothing in this package knows of a trainer. Each call of a model crosses
                      forwards of others) and contents.py (what modules keep in their attributes)
     facts.py         what a call needs to know of the model
     batch.py         the batch and its layouts, and whether they belong to the tensors of the call
-    attention.py     packed attention as an attention implementation of transformers, in the place of one of those in
-                     implementations.py
+    attention.py     packed attention as an attention implementation of transformers
     head.py          an LM head that returns log-probabilities
     running.py       how the backbone runs: by its layers, compiled.py (compiled layers), or graphs.py (CUDA
                      graphs of either, with captures.py and recordable.py), as pace.py finds that it pays

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
-from . import head, implementations
+from . import attention, head
 from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
 from .contents import (
     Container,
@@ -146,7 +146,7 @@ class Identity:
         configs = {
             id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
         }
-        implementation = implementations.implementation(model)
+        implementation = attention.implementation(model)
         self.kinds = hash(tuple(map(type, self.modules)))
         self.code = hash((implementation, *(x.hash for x in parts), *map(configuration_entries, configs.values())))
         hooks, hooked = hook_identities(hooks_of_every_module()), set(self._hooked)

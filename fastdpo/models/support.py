@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..reasons import Reason
-from . import implementations
+from . import attention
 from .attachments import user_hooks
 from .facts import rope_limit
 from .functions import forwards_of, inner_function, module_of, name_of
@@ -49,9 +49,9 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
     other_layers = set(getattr(config, "layer_types", None) or ()) - supported_layers
     if other_layers:
         return Reason("layer-types", types=", ".join(sorted(other_layers)))
-    prior = implementations.implementation(model)
-    if not implementations.is_supported(prior):
-        supported = ", ".join(implementations.SUPPORTED_PRIORS)
+    prior = attention.implementation(model)
+    if attention.repository(prior) not in attention.SUPPORTED_PRIORS:
+        supported = ", ".join(attention.SUPPORTED_PRIORS)
         return Reason("attention-implementation", given=prior, supported=supported)
     if getattr(config, "reorder_and_upcast_attn", False):
         return Reason("upcast-attention")
