@@ -28,7 +28,7 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
-from fastdpo.models import captures, graphs
+from fastdpo.models import captures, graphs, recording
 from fastdpo.models.parts import base_of
 from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops import devices
@@ -176,8 +176,8 @@ def replace_graphs(launches: list[str], models: list[nn.Module]) -> None:
         run()
         return lambda: launches.append("graph")
 
-    graphs.DEVICE, graphs.record = "cpu", record
-    graphs.Recording.distance_of = lambda recording, hidden: 0.0
+    graphs.DEVICE, recording.record = "cpu", record
+    recording.Recording.distance_of = lambda *_: 0.0
     for model in models:
         vars(base_of(model, "host"))[ATTRIBUTE].runner.graphs.forget()  # which has found that the CPU has none
 

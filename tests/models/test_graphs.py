@@ -15,11 +15,11 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 import fastdpo
-from fastdpo.models import graphs
+from fastdpo.models import graphs, recording
 from fastdpo.models.running import Runner
 from fastdpo.ops.attention import routes
 from tests.support.comparison import tiny
-from tests.support.kernels import recorder as recording
+from tests.support.kernels import recorder as stand_ins
 from tests.support.models.families import tiny_family
 
 WORDS = 97
@@ -44,8 +44,8 @@ def stand_in(device, monkeypatch):
     monkeypatch.setenv("FASTDPO_ATTENTION", "triton")  # whose gradients are the same bits in each run
     if device == "cpu":
         monkeypatch.delenv("FASTDPO_ATTENTION")
-        return recording.install(monkeypatch)
-    recording.always(monkeypatch)
+        return stand_ins.install(monkeypatch)
+    stand_ins.always(monkeypatch)
     return None
 
 
@@ -127,7 +127,7 @@ def by_layers(replayed):
     calls = iter(replayed)
 
     def run_padded(self, verdict, inputs, index):
-        inputs = graphs.padded(inputs, graphs.rounded_up(inputs["input_ids"].shape[1]))
+        inputs = recording.padded(inputs, graphs.rounded_up(inputs["input_ids"].shape[1]))
         return verdict.backbone(**inputs).last_hidden_state[0].index_select(0, index)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +236,7 @@ def test_memory_is_shared_on_one_device(recorder):
         assert torch.equal(policy_step["loss"], reference["loss"])
     memories = {id(x.memory): x.memory for x in recorder.recordings}.values()
     assert [x.device for x in memories] == [model.device] * 2
-    others = {graphs.memory_of(torch.device("cuda", i), True) for i in (0, 1, 0)}
+    others = {recording.memory_of(torch.device("cuda", i), True) for i in (0, 1, 0)}
     assert len(others) == 2
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from fastdpo.models import attention, graphs
+from fastdpo.models import attention, recording
 from fastdpo.ops.attention.packed_attention import packed_attention
 from fastdpo.packing import pack
 from tests.kernels.interpreted.test_packed_attention import use_blocks
-from tests.support.kernels import recorder as recording
+from tests.support.kernels import recorder
 
 
 class Backbone(nn.Module):
@@ -39,13 +39,13 @@ def inputs(*lengths):
 
 def test_a_recording_replays_other_batches(monkeypatch):
     use_blocks(monkeypatch, (16, 16), least_turns=1)
-    recording.install(monkeypatch, dense=False)
+    recorder.install(monkeypatch, dense=False)
     backbone = Backbone()
     trained = [*backbone.parameters()]
     first, *others = [inputs(21, 12, 9), inputs(13, 14, 13, 6), inputs(6, 6, 7, 8, 6, 7, 9, 10)]
-    recorded = graphs.Recording(backbone, graphs.padded(first, 48), 1, trained, None)
+    recorded = recording.Recording(backbone, recording.padded(first, 48), 1, trained, None)
     for given in (*others, first):
-        hidden = graphs.run_layers(backbone, graphs.padded(given, 48))
+        hidden = recording.run_layers(backbone, recording.padded(given, 48))
         assert recorded.fill(given)
         n = given["input_ids"].shape[1]
         assert torch.equal(recorded.run_forward(None)[:n], hidden[0, :n])

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastdpo.models import captures, compiled, graphs
+from fastdpo.models import captures, compiled, graphs, recording
 from fastdpo.models.pace import Pace
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.attention import packed_attention, routes
@@ -85,7 +85,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """Replaces `graphs.record`.
+    """Replaces `recording.record`.
 
     Attributes:
         recordings: of all pools, for as long as they are kept.
@@ -140,9 +140,9 @@ def install(monkeypatch, *, dense: bool = True) -> Recorder:
     """
     recorder = Recorder()
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(graphs, "record", recorder.record)
+    monkeypatch.setattr(recording, "record", recorder.record)
     memory_of = functools.cache(lambda device, has_backward: captures.Memory(device))
-    monkeypatch.setattr(graphs, "memory_of", memory_of)
+    monkeypatch.setattr(recording, "memory_of", memory_of)
     always(monkeypatch)
     monkeypatch.setattr(second_derivatives, "uses", deque(maxlen=0))  # by other tests of the process
     monkeypatch.setattr(packed_attention, "is_traced", torch.compiler.is_compiling)  # a capture is no trace
