@@ -113,8 +113,7 @@ test-trl-versions: $(addprefix test-trl-,$(TRL_VERSIONS))
 test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
 
 DETAILED := 0.29.1 1.9.0 1.14.2
-IN_DETAIL := tests/trl_versions tests/contract/test_options.py tests/contract/test_unpatching.py \
-	tests/integrations/trl_dpo/test_options.py
+IN_DETAIL := tests/trl_versions $(patsubst %,tests/contract/test_%.py,options unpatching faults)
 IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_max_tokens.py test_online_dpo.py test_reward.py test_run.py)
 TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
 # TRL 0.29 has no pass that can be replaced by that of fastdpo, and no router losses.
@@ -176,8 +175,7 @@ test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
 TORCH_NEXT ?= torch
 TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
 NEXT_TESTS := tests/contract tests/integrations/test_newer_versions.py tests/integrations/test_packages.py \
-	tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py tests/integrations/test_trl_sft.py \
-	tests/integrations/test_trl_reward.py
+	tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py tests/integrations/test_trl_reward.py
 # It needs a tested version of a package. What it would show has been printed.
 NOT_NEXT := tests/integrations/test_newer_versions.py::test_the_recorded_code_is_that_of_the_installed_versions
 test-next:

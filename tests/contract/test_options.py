@@ -20,6 +20,10 @@ def described(monkeypatch):
     return found
 
 
+ABOVE_ZERO = {"accurate tokens": ("mean_token_accuracy", 0.2), "KL terms above zero": ("kl", 1.0)}
+"""Options that move a metric away from 0, which would hide errors, and how far."""
+
+
 @cases("options")
 def test_option(case, tmp_path, described):
     options, calls = case.value
@@ -28,4 +32,7 @@ def test_option(case, tmp_path, described):
     assert_fused(runs[-1], **calls)
     assert ("aux_loss" in runs[0].logs[0]) == case.name.startswith("router loss")
     case.harness.assert_same(*runs)
+    if case.name in ABOVE_ZERO:
+        metric, least = ABOVE_ZERO[case.name]
+        assert max(log.get(metric, 0.0) for log in runs[0].logs) > least
     assert True not in described

@@ -22,6 +22,11 @@ PACKED = {
 }
 """The batches that are packed in a step of each trainer."""
 CASES = [pytest.param(x, {}, id=x.name) for x in harnesses() if x.name in PACKED]
+CASES += [
+    pytest.param(x, dict(dataloader_num_workers=1), id=f"{x.name}, packed in a worker")
+    for x in harnesses()
+    if PACKED.get(x.name) == 0
+]
 CASES += [pytest.param(x, adapter(), id="DPO, LoRA") for x in harnesses() if x.name == "trl.DPOTrainer"]
 
 

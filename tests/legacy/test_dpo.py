@@ -1,29 +1,18 @@
 """DPOTrainer of TRL < 0.29: its inputs, subclasses, metrics and ranks."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import transformers
 from trl import DPOTrainer
 
 import fastdpo
-from tests.support.comparison import (
-    approximately,
-    assert_trained_alike,
-)
+from tests.support.comparison import approximately, assert_trained_alike
 from tests.support.trl.dpo import (
-    assert_a_missing_token_is_noticed,
     build,
     run_two_ranks,
     tiny_model,
     train,
 )
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_the_comparison_detects_a_missing_token(tmp_path, loss):
-    assert_a_missing_token_is_noticed(tmp_path, loss_type=loss)
 
 
 def test_padding_free_equals_padded(both, tmp_path, caplog):
@@ -122,31 +111,6 @@ def test_options_of_later_versions_are_named(caplog):
     assert "fastdpo: trl.DPOTrainer: max_tokens requires TRL 1.8 or later" in caplog.messages
 
 
-class DecidesByMetrics(DPOTrainer):
-    """Makes decisions from the latest metrics."""
-
-    def get_batch_loss_metrics(self, *args, **kwargs):
-        loss, metrics = super().get_batch_loss_metrics(*args, **kwargs)
-        vars(self).setdefault("decisions", []).append(
-            {name: (round(value, 3), value > 0.5, type(value)) for name, value in metrics.items()}
-        )
-        return loss, metrics
-
-
-def test_a_subclass_that_reads_metrics_decides_like_stock(tmp_path):
-    decisions = []
-    for name in ("stock", "patched"):
-        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
-            options = dict(trainer_class=DecidesByMetrics, max_steps=3)
-            trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, **options)
-            trainer.train()
-            stored = trainer.get_batch_loss_metrics(trainer.model, next(iter(trainer.get_train_dataloader())))[1]
-            assert {type(value) for value in stored.values()} == {float}
-        decisions.append(trainer.decisions)
-    assert decisions[0] == decisions[1]
-    assert {decision["rewards/accuracies"][1] for decision in decisions[0]} == {True, False}
-
-
 def test_two_ranks(tmp_path):
     """The logs equal stock's of all ranks, and each step has the collectives of stock."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
@@ -156,13 +120,3 @@ def test_two_ranks(tmp_path):
             {k: x for k, x in a.items() if k != "eval_loss"}
         )
     assert patched[0]["counts"] == stock[0]["counts"]
-
-
-def test_a_model_can_serve_a_second_trainer(tmp_path):
-    runs = []
-    for name in ("stock", "patched"):
-        model, reference = tiny_model(), tiny_model(seed=1)
-        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
-            build(tmp_path / f"{name} first", reference, model)  # with swapped roles
-            runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # needs other statistics
-    assert_trained_alike(runs, policy=3, reference=3)

@@ -1,7 +1,7 @@
 """DPOTrainer of TRL 0.29 to 1.14, stock against patched.
 
 `make test-trl-versions` runs these trainings with every minor version of TRL, and the other tests
-here, and all losses and options of tests/integrations, with three of them.
+here, and all losses and options of the contract, with three of them.
 """
 
 from importlib.metadata import version
@@ -12,8 +12,6 @@ from packaging.version import Version
 from tests.contract.trainers.trl import dpo as description
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import (
-    assert_a_missing_token_is_noticed,
-    assert_same,
     tiny_model,
     train,
 )
@@ -45,15 +43,3 @@ def test_precomputing(both, caplog):
     runs = both(precompute_ref_log_probs=True, evaluate=4)
     assert_trained_alike(runs, policy=3, eval=1, reference=4 + 1 if own_pass else 1 + 1)
     assert ("truncates batches after their collation" in caplog.text) == own_pass
-
-
-def test_token_accuracy_above_zero(both):
-    """Random answers are never predicted; an accuracy of 0 would hide errors."""
-    data = [dict(prompt=f"w{i} w2 ", chosen="w7 w7 w7", rejected=f"w{i} w8 w9 w8") for i in range(16)]
-    stock, patched = both(data=data, loss_type=["sft"], learning_rate=0.2)
-    assert_same(stock, patched)
-    assert patched.logs[2]["mean_token_accuracy"] > 0.2
-
-
-def test_the_comparison_detects_a_missing_token(tmp_path):
-    assert_a_missing_token_is_noticed(tmp_path)

@@ -14,8 +14,7 @@ from trl import DPOTrainer
 import fastdpo
 from fastdpo.models import compiled
 from fastdpo.models.state import state_of
-from fastdpo.packing import IGNORE_INDEX
-from tests.integrations.test_custom_loops import gradients, rows, step
+from tests.integrations.test_custom_loops import gradients, rows
 from tests.support.comparison import (
     assert_close,
     assert_same_gradients,
@@ -23,7 +22,6 @@ from tests.support.comparison import (
     assert_trained_alike,
 )
 from tests.support.models.families import HYBRID, tiny_family
-from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.models.watching import change
 from tests.support.trl.dpo import (
     adapter,
@@ -35,8 +33,8 @@ from tests.support.trl.dpo import (
     tiny_model,
     tokenizer,
     train,
-    trained_adapter,
 )
+from tests.support.trl.vision import train_vision_both
 
 LENGTHS = [(8, 4, 3), (3, 1, 1), (1, 1, 2), (20, 12, 16), (4, 28, 16), (1, 63, 2)]  # one scored token; remainders by 16
 LENGTHS += [(5 + i % 9, 1 + i % 7, 1 + i % 11) for i in range(43)] + [(60, 70, 55)]  # a new longest row
@@ -111,37 +109,6 @@ def test_graphs_of_50_batches(tmp_path, caplog, lora, number):
     assert not [x for x in messages(caplog) if "again" in x]
 
 
-class Switch(TrainerCallback):
-    """Trains two adapters by turns, and notes the number of graphs after each turn."""
-
-    def __init__(self):
-        self.graphs: list[int] = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step % 10 == 0:
-            self.graphs.append(graphs())
-            model.set_adapter(("default", "other")[state.global_step // 10 % 2])
-
-
-def test_graphs_of_adapters_that_are_switched(tmp_path):
-    """Each adapter has two graphs, for the first layer and for the others, and the reference, a copy of the first
-    adapter, has one. That adapter has two more: PEFT's first switch makes the modules of a layer share a list of names.
-    None is made anew when an adapter returns.
-    """
-    switching, model = Switch(), trained_adapter(tiny_model())
-    model.add_adapter("other", model.peft_config["default"])
-    with fastdpo.patched("trl.DPOTrainer", compile=True):
-        DPOTrainer(
-            model=model,
-            args=config(tmp_path, per_device_train_batch_size=1, max_steps=50, learning_rate=1e-4),
-            train_dataset=Dataset.from_list(long_pairs(tuple(LENGTHS))),
-            processing_class=tokenizer(),
-            callbacks=[switching],
-        ).train()
-    assert switching.graphs == [5, 7, 7, 7, 7]
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("options", [{}, adapter(), dict(bf16=True)], ids=["full", "LoRA", "autocast"])
 def test_same_training(both, monkeypatch, options, checkpointing):
@@ -201,25 +168,6 @@ def test_generated_code(both, monkeypatch, options):
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     assert_trained_alike(both(compile=True, **options), policy=3, reference=3)
     assert graphs() > 1
-
-
-def test_a_late_graph_is_reported_once(tmp_path, caplog):
-    class Freeze(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step > compiled.SETTLED:
-                [*model.model.layers[0].parameters()][state.global_step - compiled.SETTLED].requires_grad_(False)
-
-    class Freezing(DPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(Freeze())
-
-    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", compile=True):
-        train(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=Freezing, max_steps=13)
-    (line,) = messages(caplog)
-    expected = f"fastdpo: trl.DPOTrainer (policy): compiled a layer again after {compiled.SETTLED + 2} batches: "
-    assert line.startswith(expected)
-    assert "requires_grad mismatch" in line
 
 
 def test_a_reset_of_the_compiler_is_a_cause(caplog):
@@ -355,18 +303,7 @@ def test_families(name):
     assert not any("_compiled_call_impl" in vars(x) for x in model.modules())
 
 
-def test_images():
+def test_images(tmp_path):
     """The language model is compiled, and its tower runs as it is."""
-    generator, model = torch.Generator().manual_seed(0), tiny_multimodal("llava")
-    ids = torch.randint(1, 90, (4, 24), generator=generator)
-    ids[:, 1:17], ids[2:, 17] = IMAGE, ids[:2, 17]
-    pixels = torch.randn(2, 3, 16, 16, generator=generator).repeat(2, 1, 1, 1)
-    labels = ids.masked_fill(torch.arange(24) < 18, IGNORE_INDEX)
-    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, pixel_values=pixels)
-    results = []
-    for compiles in (False, True):
-        scored = fastdpo.score(fastdpo.prepare(model, compile=compiles), **batch)
-        results.append((scored.logps.detach(), step(model, scored.logps)))
-    assert_close(results[1][0], results[0][0])
-    assert_same_gradients([results[1][1]], [results[0][1]])
-    assert (graphs(), state_of(model).runner.compiled.reason) == (1, None)
+    assert_trained_alike(train_vision_both(tmp_path, "llava", compile=True), policy=2, reference=2)
+    assert graphs() == 2

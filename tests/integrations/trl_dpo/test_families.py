@@ -11,9 +11,11 @@ from trl.trainer import dpo_trainer
 
 import fastdpo
 from fastdpo.models import attention
-from fastdpo.models.examine import probe
+from fastdpo.models.examine import probe, runs
+from fastdpo.models.parts import text_config
 from tests.support import faults
 from tests.support.comparison import RELATIVE, assert_close, assert_trained_alike
+from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
 from tests.support.trl.dpo import (
     adapter,
@@ -38,10 +40,16 @@ def test_adapters_of_expert_parameters(both, name):
     assert len(trained) == 2 * 2 * 2, "A and B of two parameters in two layers"
 
 
-@pytest.mark.parametrize("name", FAILS_IN_STOCK)
+BUILD = dict.fromkeys((*FUSED, *STOCK), tiny_family)
+BUILD |= dict.fromkeys((*multimodal.FUSED, *multimodal.STOCK), multimodal.tiny_multimodal)
+"""How to make a model of each family."""
+
+
+@pytest.mark.parametrize("name", FAILS_IN_STOCK | multimodal.FAILS_IN_STOCK)
 def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name):
-    assert_same_error(tmp_path, functools.partial(tiny_family, name), FAILS_IN_STOCK[name])
-    assert STOCK[name][0] in caplog.text
+    error = (FAILS_IN_STOCK | multimodal.FAILS_IN_STOCK)[name]
+    assert_same_error(tmp_path, functools.partial(BUILD[name], name), error)
+    assert (STOCK[name][0] if name in STOCK else multimodal.STOCK[name].features) in caplog.text
 
 
 @pytest.mark.thorough
@@ -91,35 +99,59 @@ def test_other_calls_are_unchanged(name, implementation):
         assert torch.equal(a, c)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", multimodal.FUSED)
+def test_only_the_language_model_is_switched(name, implementation):
+    if (name, implementation) == ("got_ocr2", "sdpa"):
+        pytest.skip("transformers has no sdpa for its tower")
+    model = multimodal.tiny_multimodal(name, attn_implementation=implementation)
+    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    before = [part.config._attn_implementation for part in parts]
+    attention.switch(model)
+    assert attention.implementation(model) != attention.present(model)
+    for part, earlier in zip(parts, before, strict=True):
+        in_language_model = part.config is text_config(model)
+        assert in_language_model == (part.config._attn_implementation != earlier)
+    attention.restore(model)
+    assert [part.config._attn_implementation for part in parts] == before
+
+
+def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
+    """Some multimodal models want more arguments when they are trained than when they are evaluated."""
+    stock = runs.backbone
+
+    def fails_in_training(model):
+        if model.training:
+            raise ValueError("`token_type_ids` are required as a model input when training")
+        return stock(model)
+
+    monkeypatch.setattr(runs, "backbone", fails_in_training)
+    _, patched = both("gemma3", build=multimodal.tiny_multimodal, max_steps=1)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "cannot be run on padded rows: ValueError: `token_type_ids`" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *multimodal.FUSED])
 def test_probe_accepts_half_precision(name, dtype):
-    model = tiny_family(name).to(dtype)
+    model = BUILD[name](name).to(dtype)
     attention.switch(model)
     assert probe.probe(model, CPU).unsupported_reason is None
 
 
-def _drop(name):
-    return lambda right: lambda *args, **options: right(*args, **{**options, name: None})
+WITH_WINDOWS = ("mistral", "gemma3", "gemma4", "mistral3", "cohere2_vision")
+FEATURES = [(name, "window", dtype) for name in WITH_WINDOWS for dtype in (torch.float32, torch.bfloat16)]
+FEATURES += [("gpt_oss", "sinks", torch.float32), ("gpt_oss", "sinks", torch.bfloat16)]
+FEATURES += [("granite", "scale", torch.float32), ("granite", "scale", torch.bfloat16)]
+FEATURES += [("gemma2", "softcap", torch.float32)]  # whose effect in half precision is below rounding
 
 
-@pytest.mark.parametrize(
-    ("name", "feature", "dtype"),
-    [
-        ("mistral", "window", torch.float32),
-        ("mistral", "window", torch.bfloat16),
-        ("qwen2-window", "window", torch.float32),
-        ("gemma2", "softcap", torch.float32),  # in half precision its effect is below rounding
-        ("gpt_oss", "sinks", torch.float32),
-        ("gpt_oss", "sinks", torch.bfloat16),
-        ("granite", "scale", torch.float32),
-        ("granite", "scale", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("name", "feature", "dtype"), FEATURES)
 def test_probe_detects_an_attention_that_drops_a_feature(monkeypatch, name, feature, dtype):
-    model = tiny_family(name).to(dtype)
+    """Its rows are longer than a window, that of the text of a multimodal model as well."""
+    model = BUILD[name](name).to(dtype)
     attention.switch(model)
-    faults.in_attention(monkeypatch, _drop(feature))
+    faults.in_attention(monkeypatch, lambda right: lambda *args, **options: right(*args, **options | {feature: None}))
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
@@ -132,28 +164,6 @@ def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("change", ["no prefix", "leak", "positions"])
-def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
-    model = tiny_family("llama").to(dtype)
-    attention.switch(model)
-    stock = attention.inputs_of
-
-    def wrong(layout, ids):
-        rows = layout.rows
-        second = rows[:, 1] > 0
-        if change == "no prefix":
-            rows[second, 1] = 0
-        elif change == "leak":
-            rows[second, 1] += 2
-        else:
-            layout.position_ids[layout.position_ids > 4] += 2
-        return stock(layout, ids)
-
-    monkeypatch.setattr(attention, "inputs_of", wrong)
-    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
-
-
 def test_a_window_too_long_for_the_probe_must_be_passed_to_attention():
     window = probe.LONGEST_PROBE + 1
     for name, reason in (("mistral", None), ("phimoe", f"the window of {window} tokens is not passed")):
@@ -161,19 +171,6 @@ def test_a_window_too_long_for_the_probe_must_be_passed_to_attention():
         attention.switch(model)
         unsupported_reason = probe.probe(model, CPU).unsupported_reason
         assert unsupported_reason is None if reason is None else reason in unsupported_reason
-
-
-def test_probe_does_not_change_the_model():
-    model = tiny_family("gpt2").train()
-    model.transformer.h[0].eval()
-    modes = [module.training for module in model.modules()]
-    attention.switch(model)
-    state = torch.get_rng_state()
-    result = probe.probe(model, CPU)
-    assert result == probe.ProbeResult(None, is_random=True, attention_dropout=0.1, left_padding="counted")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("width", [6, 40])

@@ -6,11 +6,9 @@ import random
 
 import pytest
 
-from fastdpo import packing
-from tests.support import faults
-from tests.support.comparison import assert_far_from_same, assert_trained_alike
+from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import FUSED, HYBRID, kind
-from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_layouts, train_both
+from tests.support.trl.dpo import adapter, assert_same, recorded_layouts, train_both
 
 PAIRS_OF_A_PROMPT = 4
 PROMPT, ANSWERS = 9, (3, 6)
@@ -103,16 +101,3 @@ def test_states_are_shared(both, layouts, name, data):
 def test_prompts_that_are_not_shared(both, layouts):
     assert_same(*both(data=pairs_of_prompts(), share_prompts=False))
     assert all(layout.multiplicity.max() == 1 for layout in layouts)
-
-
-def test_the_comparison_notices_a_prefix_that_is_too_long(both, monkeypatch):
-    stock_tree = packing.prefix_tree
-
-    def longer(*args):
-        return [branch._replace(shared=branch.shared + (branch.shared > 1)) for branch in stock_tree(*args)]
-
-    faults.unnoticed_by_probes(monkeypatch)
-    monkeypatch.setattr(packing, "prefix_tree", longer)
-    stock, patched = both(data=pairs_of_prompts())
-    assert_fused(patched, policy=2, reference=2)
-    assert_far_from_same(stock, patched, stock.in_float64)

@@ -3,12 +3,10 @@
 import pytest
 from peft import LoraConfig
 
-from fastdpo.models.mixers import function_probe
 from fastdpo.models.mixers.segments import Segments
-from tests.support import faults
-from tests.support.comparison import assert_far_from_same, assert_trained_alike
+from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import HYBRID, kind
-from tests.support.trl.dpo import assert_fused, long_pairs
+from tests.support.trl.dpo import long_pairs
 
 LONG = ((150, 20, 33), (130, 5, 40), (140, 30, 12), (135, 2, 25))
 """Tokens of prompts and completions whose states are shared, by any chunk."""
@@ -53,31 +51,3 @@ def test_long_prompts(both, shared, name, checkpointing):
     options = dict(data=long_pairs(LONG), max_steps=2, max_length=512, **CHECKPOINTING.get(checkpointing, {}))
     assert_trained_alike(both(kind(name), HYBRID[name][1], **options), policy=2, reference=2)
     assert any(shared) == (name not in ("lfm2", "jamba"))
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "jamba"])
-def test_router_loss(both, name):
-    patched = assert_trained_alike(
-        both(kind(name), HYBRID[name][1], max_steps=2, router_aux_loss_coef=0.5), policy=2, reference=2
-    )
-    assert "aux_loss" in patched.logs[0]
-
-
-def test_the_comparison_notices_a_wrong_state(both, monkeypatch):
-    stock_sequences = Segments.shared.func
-    swapped = property(lambda self: (x := stock_sequences(self))._replace(parents=x.parents.flip(0)))
-    monkeypatch.setattr(Segments, "shared", swapped)
-    monkeypatch.setattr(function_probe, "unsupported_reason", lambda model, device: None)
-    faults.unnoticed_by_probes(monkeypatch)
-    stock, patched = both("falcon_h1", HYBRID["falcon_h1"][1], data=long_pairs(LONG), max_steps=1, max_length=512)
-    assert_fused(patched, policy=1, reference=1)
-    assert_far_from_same(stock, patched, stock.in_float64)
-
-
-@pytest.mark.thorough
-def test_a_compiled_model(both):
-    assert_trained_alike(
-        both("lfm2", HYBRID["lfm2"][1], torch_compile=True, torch_compile_backend="eager", max_steps=1),
-        policy=1,
-        reference=1,
-    )

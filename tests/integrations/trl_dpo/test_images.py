@@ -18,6 +18,7 @@ from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import adapter, assert_fused, assert_same_bits
 from tests.support.trl.vision import FAMILIES, train_vision_both
 
+LORA_TARGETS = r".*(language_model|text_model)\..*\.(q_proj|v_proj)"  # PEFT does not know Gemma 4's tower
 STOCK = {("policy", "stock"): 2, ("reference", "stock"): 2}
 
 
@@ -70,9 +71,9 @@ def test_same_training(both, shared, name):
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["stored", "reentrant", "recomputed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen3_vl", "smolvlm"])
 def test_same_training_with_gradient_checkpointing(both, name, lora, use_reentrant):
-    options = adapter() if lora else {}
+    options = adapter(target_modules=LORA_TARGETS) if lora else {}
     if use_reentrant is not None:
         options |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
     assert_trained_alike(both(name, evaluate=(1, 1, 2, 0), **options), policy=2, reference=3, eval=1)

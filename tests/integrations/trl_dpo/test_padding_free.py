@@ -47,15 +47,6 @@ def test_a_model_that_stays_padded_logs_a_warning(tmp_path, caplog):
     assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
 
 
-def test_a_subclass_with_additional_arguments(tmp_path):
-    class Trainer(DPOTrainer):
-        def __init__(self, *args, extra=1, **kwargs):
-            super().__init__(*args, **kwargs)
-
-    with fastdpo.patched():
-        assert build(tmp_path, tiny_model(), Trainer).padding_free
-
-
 def test_the_flag_survives_an_error(tmp_path):
     args = config(tmp_path, padding_free=True)
     with fastdpo.patched(), pytest.raises(ValueError, match="train_dataset"):

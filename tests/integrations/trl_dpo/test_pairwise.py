@@ -87,22 +87,6 @@ def covering_runs() -> list[dict[str, str]]:
 RUNS = covering_runs()
 
 
-def test_few_runs_cover_every_pair():
-    covered = set().union(*map(pairs_of, RUNS))
-    assert covered == required_pairs()
-    assert all(run.keys() == AXES.keys() for run in RUNS)
-    assert len(RUNS) <= 16
-
-
-@pytest.mark.parametrize(
-    "refused", sorted(REJECTED_BY_TRL, key=sorted), ids=lambda pair: "-".join(f"{k}_{v}" for k, v in sorted(pair))
-)
-def test_trl_rejects_the_excluded_pairs(both, refused):
-    options = {name: x for axis, value in refused for name, x in AXES[axis][value].items()}
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError)):
-        both(**options, max_steps=1)
-
-
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
 def test_combination(both, run):
     options = {name: x for axis, value in run.items() for name, x in AXES[axis][value].items()}

@@ -1,6 +1,6 @@
 """Patched `precompute_ref_log_probs=True`: TRL's values, cached under a key of all their inputs.
 
-test_options.py and test_pairwise.py compare trainings with precomputed values.
+The contract and test_pairwise.py compare trainings with precomputed values.
 """
 
 import logging
@@ -10,7 +10,6 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -21,8 +20,6 @@ from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import config, dataset, pairs, tiny_model, tokenizer
 from tests.support.workers import precompute
 from tests.support.workers.processes import run_ranks
-
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 @pytest.fixture(autouse=True)
@@ -111,96 +108,6 @@ def test_values_of_other_options_are_not_reused(data, tmp_path):
             assert not any(torch.equal(values(trainer), other) for other in previous)
             previous.append(values(trainer))
         assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
-
-
-def with_frequencies(model):
-    """Changes values that are neither in the state_dict nor in the config."""
-    model.model.rotary_emb.inv_freq *= 2
-    return model
-
-
-def with_scaling(model):
-    model.model.layers[1].self_attn.scaling = 1.0
-    return model
-
-
-def with_hook(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
-    return model
-
-
-@pytest.mark.parametrize("changed", [with_frequencies, with_scaling, with_hook])
-def test_values_of_a_different_model_with_equal_weights_are_not_reused(changed, data, tmp_path, caplog):
-    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=changed(tiny_model(seed=1)))
-    with fastdpo.patched():
-        plain, _ = trainer_on(data, tmp_path)
-        with caplog.at_level(logging.WARNING, logger="fastdpo"):
-            first, calls = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))
-        again = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))[1]
-    hooked = changed is with_hook
-    assert (calls, again) == ((4, 4) if hooked else (1, 0)), "TRL's batches, or one of fastdpo's, which is kept"
-    assert ("not cached" in caplog.text) == hooked
-    assert_close(values(first), values(stock))
-    assert not torch.allclose(values(first), values(plain))
-
-
-def test_an_unwritable_cache_does_not_stop_training(tmp_path, caplog, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
-    rows = Dataset.from_list(pairs(16))
-    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path)
-    with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
-        patched, calls = trainer_on(rows, tmp_path)
-    assert calls == 1
-    (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
-    assert str(tmp_path / "file" / "datasets") in warning
-    assert_close(values(patched), values(stock))
-
-
-def test_a_new_adapter_reuses_the_values_of_its_base(data, tmp_path):
-    results = []
-    with fastdpo.patched():
-        for seed, expected in ((0, 1), (1, 0)):
-            torch.manual_seed(seed)
-            lora = LoraConfig(**{**LORA, "r": 2 + seed})
-            trainer, calls = trainer_on(data, tmp_path, reference=None, peft_config=lora)
-            assert calls == expected
-            results.append(values(trainer))
-    assert torch.equal(*results)
-
-
-def test_values_computed_before_an_interruption_are_kept(data, tmp_path, monkeypatch):
-    compute, calls = DPOTrainer.compute_ref_log_probs, []
-
-    def interrupted(self, model, inputs):
-        calls.append(len(inputs["input_ids"]))
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return compute(self, model, inputs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DPOTrainer, "compute_ref_log_probs", interrupted)
-        with fastdpo.patched(), pytest.raises(KeyboardInterrupt):
-            trainer_on(data, tmp_path, precompute_ref_batch_size=1)
-    with fastdpo.patched():
-        resumed, again = trainer_on(data, tmp_path, precompute_ref_batch_size=1)
-    assert again == 16 - 4
-    stock, _ = trainer_on(data, tmp_path)
-    assert_close(values(resumed), values(stock))
-
-
-def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
-    compute, widths = DPOTrainer.compute_ref_log_probs, []
-
-    def watched(self, model, inputs):
-        widths.append(inputs["input_ids"].shape[1])
-        return compute(self, model, inputs)
-
-    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", watched)
-    with fastdpo.patched():
-        trainer_on(data, tmp_path, precompute_ref_batch_size=2)
-    assert len(widths) == 8
-    assert widths == sorted(widths, reverse=True)
 
 
 def test_datasets_in_memory_are_cached(tmp_path, cache_of_datasets):
@@ -301,23 +208,6 @@ def test_a_model_that_cannot_be_packed(data, tmp_path):
         patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
     assert calls == 4
     assert_close(values(patched), values(stock))
-
-
-def test_streaming_raises_the_same_error_as_stock(tmp_path):
-    stream = Dataset.from_list(pairs(8)).to_iterable_dataset()
-    with pytest.raises(ValueError, match="IterableDataset") as stock:
-        trainer_on(stream, tmp_path)
-    with fastdpo.patched(), pytest.raises(ValueError, match="IterableDataset") as patched:
-        trainer_on(stream, tmp_path)
-    assert str(stock.value) == str(patched.value)
-
-
-def test_a_trainer_created_before_patching_keeps_trls_pass(data, tmp_path):
-    other = dataset(4, tmp_path / "other")
-    trainer, _ = trainer_on(data, tmp_path)
-    with fastdpo.patched():
-        trainer.evaluate(other)
-    assert not list(tmp_path.rglob("fastdpo-ref-logps"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

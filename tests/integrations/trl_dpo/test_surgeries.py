@@ -30,28 +30,33 @@ class Operate(TrainerCallback):
             self.operate(model)
 
 
-@pytest.mark.parametrize("surgery", SURGERIES, ids=lambda surgery: surgery.operate.__name__)
-def test_surgery(tmp_path, caplog, surgery):
-    def options() -> dict:
-        torch.manual_seed(3)
-        arguments = (
-            dict(peft_config=LoraConfig(**LORA), reference=None)
-            if surgery.adapter
-            else dict(reference=tiny_model(seed=1))
-        )
-        return dict(model=tiny_model(), callbacks=[Operate(surgery.operate)], max_steps=STEPS, **arguments)
+@pytest.fixture
+def trained(tmp_path, caplog):
+    """A function that trains stock and patched with a callback, and returns the patched run and what was logged."""
 
-    stock = train(tmp_path / "stock", **options())
-    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
-        patched = train(tmp_path / "patched", **options())
-    assert_same(stock, patched)
-    messages = [record.message for record in caplog.records if record.name == "fastdpo"]
+    def train_both(callback: TrainerCallback, adapter: bool):
+        runs = []
+        for patch in (contextlib.nullcontext(), fastdpo.patched("trl.DPOTrainer")):
+            torch.manual_seed(3)
+            sides = (
+                dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else {"reference": tiny_model(seed=1)}
+            )
+            with caplog.at_level(logging.WARNING, "fastdpo"), patch:
+                runs.append(train(tmp_path, tiny_model(), callbacks=[callback], max_steps=STEPS, **sides))
+        assert_same(*runs)
+        return runs[1], [record.message for record in caplog.records if record.name == "fastdpo"]
+
+    return train_both
+
+
+@pytest.mark.parametrize("surgery", SURGERIES, ids=lambda surgery: surgery.operate.__name__)
+def test_surgery(trained, surgery):
+    patched, messages = trained(Operate(surgery.operate), surgery.adapter)
     if surgery.reason is None:
         assert messages == []
         assert patched.calls == Counter({("policy", "fused"): STEPS, ("reference", "fused"): STEPS})
     else:
-        (line,) = messages[:1]
-        assert line.startswith(f"fastdpo: trl.DPOTrainer (policy): not fused, {surgery.reason}")
+        assert messages[0].startswith(f"fastdpo: trl.DPOTrainer (policy): not fused, {surgery.reason}")
         assert patched.calls["policy", "fused"] == BEFORE
         assert patched.calls["policy", "stock"] == STEPS - BEFORE
 
@@ -72,32 +77,21 @@ class OperateAfterThePolicy(TrainerCallback):
             hook = model.register_forward_hook(once)
 
 
-BETWEEN = [
-    surgeries.layer_written_to_modules,
-    surgeries.forward_written_to_attributes,
-    surgeries.hooks_written_to_attributes,
-    surgeries.layer_of_another_class,
-]
+PACKED_STATES = "the packed hidden states of LlamaForCausalLM differ"
+BETWEEN = {
+    surgeries.layer_written_to_modules: PACKED_STATES,
+    surgeries.forward_written_to_attributes: PACKED_STATES,
+    surgeries.hooks_written_to_attributes: "hooks on its modules",
+    surgeries.layer_of_another_class: PACKED_STATES,
+}
 
 
 @pytest.mark.parametrize("operate", BETWEEN, ids=lambda operate: operate.__name__)
-def test_surgery_between_the_calls_of_policy_and_reference(tmp_path, caplog, operate):
-    def options() -> dict:
-        torch.manual_seed(3)
-        callbacks, adapter = [OperateAfterThePolicy(operate)], LoraConfig(**LORA)
-        return dict(model=tiny_model(), reference=None, peft_config=adapter, callbacks=callbacks, max_steps=STEPS)
-
-    stock = train(tmp_path / "stock", **options())
-    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
-        patched = train(tmp_path / "patched", **options())
-    assert_same(stock, patched)
-    by_hooks = operate is surgeries.hooks_written_to_attributes
-    reason = "hooks on its modules" if by_hooks else "the packed hidden states of LlamaForCausalLM differ"
-    assert f"not fused, {reason}" in caplog.text
-    assert patched.calls["policy", "fused"] == BEFORE + 1, "the call before the change"
-    assert patched.calls["reference", "fused"] == BEFORE
-    assert patched.calls["policy", "stock"] == STEPS - BEFORE - 1
-    assert patched.calls["reference", "stock"] == STEPS - BEFORE
+def test_surgery_between_the_calls_of_policy_and_reference(trained, operate):
+    patched, messages = trained(OperateAfterThePolicy(operate), adapter=True)
+    assert any(f"not fused, {BETWEEN[operate]}" in message for message in messages)
+    fused = {("policy", "fused"): BEFORE + 1, ("reference", "fused"): BEFORE}  # with the call before the change
+    assert patched.calls == fused | {("policy", "stock"): STEPS - BEFORE - 1, ("reference", "stock"): STEPS - BEFORE}
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -86,7 +86,7 @@ Training continues with TRL's results: on the fused path, or on TRL's path with 
 ## Fields of `DPOConfig`, and fields of `TrainingArguments` that change a model or its calls
 
 *untouched* means that TRL reads the field before or after the model is called, in code that is the
-same with fastdpo. Otherwise the table names the test that trains with the field set, with and
+same with fastdpo. Otherwise the table names the file whose trainings set the field, with and
 without fastdpo.
 
 {options}
@@ -147,11 +147,9 @@ def tests_of(name: str) -> ModuleType:
 
 
 def option_rows() -> list[list[str]]:
-    fields, rows = tests_of("config_fields"), []
-    for name, claim in {**fields.OF_DPO, **fields.OF_TRAINING}.items():
-        text = claim if isinstance(claim, str) else f"`{claim[0]}`: {', '.join(f'`{test}`' for test in claim[1])}"
-        rows.append([f"`{name}`", text])
-    return rows
+    fields = tests_of("config_fields")
+    listed = [*fields.claims(fields.OF_DPO).items(), *fields.claims(fields.OF_TRAINING).items()]
+    return [[f"`{name}`", f"`{claim}`" if claim.endswith(".py") else claim] for name, claim in listed]
 
 
 def surgery_rows() -> list[list[str]]:
@@ -167,8 +165,7 @@ def exported_rows() -> list[list[str]]:
     for name, trainer_class in exported.exported():
         line = exported.line_of(trainer_class)
         claim = exported.CLAIMS.get(name)
-        what = f"patched{'' if line.by_default else ', by name'}" if line else claim.what if claim else "unknown"
-        rows.append([f"`{name}`", what + (", needs a server" if claim and claim.build is None else "")])
+        rows.append([f"`{name}`", f"patched{'' if line.by_default else ', by name'}" if line else claim or "unknown"])
     return rows
 
 
@@ -194,7 +191,7 @@ def page() -> str:
         failing_multimodal=listed(multimodal.FAILS_IN_STOCK, "and"),
         exported=table(["trainer", "by `fastdpo.patch()`"], exported_rows()),
         surgeries=table(["change", "fused", "reason"], surgery_rows()),
-        options=table(["field", "tested by"], option_rows()),
+        options=table(["field", "tested in"], option_rows()),
     )
 
 

@@ -35,10 +35,10 @@ from fastdpo import packing
 from fastdpo.integrations.options import PatchOptions
 from fastdpo.models import batch
 from fastdpo.packing import Layout
-from tests.support.comparison import assert_far_from_same, double, tiny
 from tests.support.comparison import assert_fused as assert_fused  # for the tests of trainings
 from tests.support.comparison import assert_same as assert_same
 from tests.support.comparison import assert_same_bits as assert_same_bits
+from tests.support.comparison import double, tiny
 from tests.support.workers.processes import run_ranks
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
@@ -321,21 +321,6 @@ def train_both(
     stock.in_float64 = functools.partial(once, "float64", not_compiled, double)
     with fastdpo.patched(trainer, **of_patch):
         return [stock, once("patched", options)]
-
-
-def assert_a_missing_token_is_noticed(directory: Path, kind: str = "llama", tiny: Mapping | None = None, **options):
-    """Asserts that a fused training on pairs without one of their tokens is far from stock's on all tokens."""
-
-    def once(name: str, cast: Callable = lambda model: model, **changes: Any) -> Run:
-        models = [cast(tiny_model(kind, seed, **(tiny or {}))) for seed in range(2)]
-        return train(directory / name, *models, max_steps=-1, num_train_epochs=1, **options, **changes)
-
-    rows = pairs(16)
-    rows[7]["chosen"] = rows[7]["chosen"].rsplit(" ", 1)[0]
-    with fastdpo.patched("trl.DPOTrainer"):
-        sabotaged = once("sabotaged", data=rows)
-    assert_fused(sabotaged, policy=4, reference=4)
-    assert_far_from_same(once("stock"), sabotaged, lambda: once("float64", double))
 
 
 def mean_logit(prediction) -> dict[str, float]:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import trl
 import trl.experimental
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer
-from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
-from trl.experimental.gmpo import GMPOTrainer
-from trl.experimental.kto import KTOTrainer
 
 from fastdpo.integrations.lines import LINES, Line
-from tests.support.trl.dpo import DPO, OPTIONS, Recipe, pairs
-from tests.support.trl.groups import build_group, prompts
-from tests.support.trl.kto import KTO
+from tests.support.trl.dpo import OPTIONS, pairs
 from tests.support.trl.online import writer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -74,101 +67,43 @@ def conversations() -> list[dict]:
     ]
 
 
-def build(
-    module: str,
-    name: str,
-    rows: Callable[[], list[dict]],
-    directory: Path,
-    callbacks: list,
-    cast: Callable,
-    **options: Any,
-) -> Trainer:
-    """A trainer of a module of `trl`, with options of its configuration and arguments of its own."""
-    config = getattr(importlib.import_module(module), f"{name}Config")
+SHORT = dict(max_completion_length=8, max_new_tokens=8, max_length=256, max_prompt_length=128)
+
+
+def build(name: str, directory: Path, callbacks: list) -> Trainer:
+    """A trainer whose own loss reads logits, and which takes a teacher."""
+    package, _, trainer = name.rpartition(".")
+    module = importlib.import_module(package)
+    config = getattr(module, trainer.replace("Trainer", "Config"))
     names = {field.name for field in fields(config)}
-    of_config = {"output_dir": str(directory), **OPTIONS, **SHORT, **options}
-    others = {key: x for key, x in options.items() if key not in names}
-    if others.pop("teacher", False):
-        others["teacher_model"] = cast(model(directory, 1))
-    return getattr(importlib.import_module(module), f"{name}Trainer")(
-        model=cast(model(directory)),
-        args=config(**{key: x for key, x in of_config.items() if key in names}),
-        train_dataset=Dataset.from_list(rows()),
+    options = {"output_dir": str(directory), **OPTIONS, **SHORT, "lmbda": 0.0}
+    return getattr(module, trainer)(
+        model=model(directory),
+        teacher_model=model(directory, 1),
+        args=config(**{key: x for key, x in options.items() if key in names}),
+        train_dataset=Dataset.from_list(conversations()),
         processing_class=tokenizer(),
         callbacks=callbacks,
-        **others,
     )
-
-
-def is_odd(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(completion) % 2) for completion in completions]
-
-
-def contexts() -> list[dict]:
-    return [{"prompt": row["prompt"], "privileged_context": row["chosen"]} for row in pairs(16)]
-
-
-class Claim(NamedTuple):
-    """What `patch` does to a trainer that has no line of its own.
-
-    Attributes:
-        what: in words.
-        build: makes a trainer in a directory, with callbacks and with models that a function is applied to; None if it
-            needs a server.
-        calls: the fused calls of three steps.
-    """
-
-    what: str
-    build: Callable[..., Trainer] | None = None
-    calls: dict[str, int] = {}  # noqa: RUF012
-
-
-def subclass(recipe: Recipe, trainer_class: type, directory: Path, callbacks: list, cast: Callable) -> Trainer:
-    models = [cast(writer(seed)) for seed in range(2)]
-    return recipe.build(directory, *models, trainer_class=trainer_class, callbacks=callbacks)
-
-
-def gmpo(directory: Path, callbacks: list, cast: Callable) -> Trainer:
-    return build_group(directory, cast(writer()), GMPOTrainer, callbacks=callbacks)
 
 
 X = "trl.experimental"
 LOGITS = "as in TRL: its own loss reads logits"
 UNTOUCHED = "untouched"
-SHORT = dict(max_completion_length=8, max_new_tokens=8, max_length=256, max_prompt_length=128)
+SERVER = f"{UNTOUCHED}, needs a server"
 CLAIMS = {
-    f"{X}.gmpo.GMPOTrainer": Claim("fused as a `GRPOTrainer`", gmpo, dict(policy=3)),
-    f"{X}.bema_for_ref_model.DPOTrainer": Claim(
-        "fused as a `DPOTrainer`",
-        functools.partial(subclass, DPO, BEMATrainer),
-        dict(policy=3, reference=3),
-    ),
-    f"{X}.kto.KTOTrainer": Claim(
-        "fused as a `KTOTrainer`",
-        functools.partial(subclass, KTO, KTOTrainer),
-        dict(policy=6, reference=3),
-    ),
-    f"{X}.gkd.GKDTrainer": Claim(
-        LOGITS, functools.partial(build, f"{X}.gkd", "GKD", conversations, teacher=True, lmbda=0.0)
-    ),
-    f"{X}.gold.GOLDTrainer": Claim(
-        LOGITS, functools.partial(build, f"{X}.gold", "GOLD", conversations, teacher=True, lmbda=0.0)
-    ),
-    f"{X}.sdft.SDFTTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.sdft", "SDFT", contexts, num_generations=1)
-    ),
-    f"{X}.sdpo.SDPOTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.sdpo", "SDPO", prompts, num_generations=4, reward_funcs=is_odd)
-    ),
-    f"{X}.iw_opd.IWOPDTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.iw_opd", "IWOPD", conversations, teacher=True)
-    ),
-    "trl.DistillationTrainer": Claim(UNTOUCHED, functools.partial(build, "trl", "Distillation", prompts, teacher=True)),
-    f"{X}.distillation.DistillationTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.distillation", "Distillation", prompts, teacher=True)
-    ),
-    f"{X}.server_distillation.ServerDistillationTrainer": Claim(UNTOUCHED),
-    f"{X}.async_grpo.AsyncGRPOTrainer": Claim(UNTOUCHED),
-    f"{X}.async_distillation.AsyncDistillationTrainer": Claim(UNTOUCHED),
+    f"{X}.gmpo.GMPOTrainer": "fused as a `GRPOTrainer`",
+    f"{X}.bema_for_ref_model.DPOTrainer": "fused as a `DPOTrainer`",
+    f"{X}.kto.KTOTrainer": "fused as a `KTOTrainer`",
+    f"{X}.gkd.GKDTrainer": LOGITS,
+    f"{X}.gold.GOLDTrainer": LOGITS,
+    f"{X}.sdft.SDFTTrainer": UNTOUCHED,
+    f"{X}.sdpo.SDPOTrainer": UNTOUCHED,
+    f"{X}.iw_opd.IWOPDTrainer": UNTOUCHED,
+    "trl.DistillationTrainer": UNTOUCHED,
+    f"{X}.distillation.DistillationTrainer": UNTOUCHED,
+    f"{X}.server_distillation.ServerDistillationTrainer": SERVER,
+    f"{X}.async_grpo.AsyncGRPOTrainer": SERVER,
+    f"{X}.async_distillation.AsyncDistillationTrainer": SERVER,
 }
-"""What becomes of each trainer that has no line of its own."""
+"""What `patch` does to each trainer that has no line of its own. Options of the contract train those that are fused."""

@@ -169,18 +169,24 @@ def without(metrics: set[str], run: OnlineRun) -> OnlineRun:
 
 
 def train_three(
-    directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
+    directory: Path,
+    kind: str = "llama",
+    tiny=None,
+    reference: bool = True,
+    prepare=lambda model: model,
+    trainer_class: type[OnlineDPOTrainer] = OnlineDPOTrainer,
+    **options,
 ) -> list[OnlineRun]:
     """Trains stock, `masked` stock and patched from the same initial weights.
 
     `prepare` is applied to each model before a trainer is created with it.
     """
 
-    def once(name: str, trainer_class=OnlineDPOTrainer, cast=lambda model: model) -> OnlineRun:
+    def once(name: str, trainer_class=trainer_class, cast=lambda model: model) -> OnlineRun:
         models = [cast(prepare(writer(seed, kind, **(tiny or {})))) for seed in range(1 + reference)]
         return train_online(directory / name, models[0], models[-1] if reference else None, trainer_class, **options)
 
-    classes = {"stock": OnlineDPOTrainer, "masked": masked(OnlineDPOTrainer)}
+    classes = {"stock": trainer_class, "masked": masked(trainer_class)}
     runs = [once(name, trainer_class) for name, trainer_class in classes.items()]
     for run, (name, trainer_class) in zip(runs, classes.items(), strict=True):
         run.in_float64 = functools.partial(once, f"{name} in float64", trainer_class, double)

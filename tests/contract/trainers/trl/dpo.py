@@ -8,21 +8,27 @@ per-token values or token weights, and the order of subtraction. Each option is 
 import inspect
 import re
 
+import torch
 from accelerate import dispatch_model
+from datasets import Dataset
 from peft import PrefixTuningConfig, PromptTuningConfig
 from trl import DPOTrainer
 from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
 from trl.trainer import dpo_trainer
 
-from tests.contract.harness import Harness, sabotaged_by
+from fastdpo.models.parts import language_model
+from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
+from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, kind
-from tests.support.trl.dpo import DPO, WORDS, adapter, long_pairs, train_both, trained_adapter
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import DPO, WORDS, adapter, long_pairs, mean_logit, pairs, train_both, trained_adapter
 
 FULL, TWO_STEPS = dict(policy=3, reference=3), dict(policy=2, reference=2)
 
-SEAM = "add_fused_lm_head" if hasattr(dpo_trainer, "add_fused_lm_head") else "selective_log_softmax"
+FUSES_A_HEAD = hasattr(dpo_trainer, "add_fused_lm_head")
+SEAM = "add_fused_lm_head" if FUSES_A_HEAD else "selective_log_softmax"
 """What `patch` replaces of its module, in TRL since 1.15 and before."""
 
 LOSSES = {
@@ -71,6 +77,24 @@ class Averaged(BEMATrainer):
         self.add_callback(BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1))
 
 
+class Elsewhere(DPOTrainer):
+    """Computes losses at other weights than those of the model, as sharpness-aware and meta-learning methods do."""
+
+    def _compute_loss(self, model, *args, **kwargs):
+        weights = {name: 1.01 * p for name, p in model.named_parameters()}
+        return super()._compute_loss(
+            lambda *given, **named: torch.func.functional_call(model, weights, given, named), *args, **kwargs
+        )
+
+
+class OwnLoss(DPOTrainer):
+    """Computes its loss from logits of its own."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss
+
+
 def checkpointed(reentrant: bool) -> dict:
     return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
@@ -81,6 +105,8 @@ def dispatched(model):
     return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
 
 
+ACCURATE = [dict(prompt=f"w{i} w2 ", chosen="w7 w7 w7", rejected=f"w{i} w8 w9 w8") for i in range(16)]
+SYNCHRONIZED = dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6, max_steps=4)
 # option: (changed arguments, number of calls of each kind)
 ROUTED = dict(kind="mixtral", tiny=FUSED["mixtral"][1], max_steps=2)
 OPTIONS = {
@@ -106,6 +132,7 @@ OPTIONS = {
         dict(policy=3, reference=1),
     ),
     "averaged reference": (dict(trainer_class=Averaged, learning_rate=0.1), FULL),
+    "reference follows": (SYNCHRONIZED, dict(policy=4, reference=4)),
     # evaluation
     "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),  # the last batch has 2 of 4 pairs
     "evaluation_alone": (dict(evaluate=6, only_evaluate=True), dict(reference=2, eval=2)),
@@ -121,6 +148,8 @@ OPTIONS = {
     },
     "batch_of_one": (dict(per_device_train_batch_size=1), FULL),  # one pair: rows 0 and 1 share the prompt
     "last_batch_is_partial": (dict(per_device_train_batch_size=6, max_steps=3), FULL),  # 6, 6, 4 pairs
+    "streaming": (dict(data=Dataset.from_list(pairs(16)).to_iterable_dataset()), FULL),
+    "accurate tokens": (dict(data=ACCURATE, loss_type=["sft"], learning_rate=0.2), FULL),
     "worker_processes": (dict(dataloader_num_workers=1, max_steps=2), dict(policy=2, reference=2)),  # shared memory
     # adapters
     "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
@@ -155,6 +184,12 @@ OPTIONS = {
     "torch_compile": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=2), TWO_STEPS),
     "dispatched": (dict(prepare=dispatched), FULL),
 }
+if FUSES_A_HEAD:
+    OPTIONS |= {
+        "metrics of logits": (dict(evaluate=4, compute_metrics=mean_logit), dict(policy=3, reference=3 + 1, eval=1)),
+        "weights elsewhere": (dict(trainer_class=Elsewhere), FULL),
+        "weights elsewhere, adapter": (dict(trainer_class=Elsewhere, **adapter()), FULL),
+    }
 
 
 def fallbacks(**reference: int) -> dict[tuple[str, str], int]:
@@ -197,26 +232,57 @@ FALLBACKS = {
 }
 
 
+def with_another_config(model):
+    text = language_model(model)
+    text.config = type(text.config)(**text.config.to_dict())
+    return model
+
+
+ON_TEXT = {  # models with towers for images, on pairs of text
+    name: dict(kind=name, build=tiny_multimodal)
+    for name in (*multimodal.FUSED, *multimodal.STOCK)
+    if name not in multimodal.FAILS_IN_STOCK
+}
+ROUTER_LOSSES = ("qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "jamba", "qwen3_vl_moe")
+FAMILIES = {name: dict(kind=kind(name), tiny=FUSED[name][1]) for name in FUSED}
+FAMILIES |= {name: ON_TEXT[name] for name in multimodal.FUSED}
+for name in ROUTER_LOSSES:
+    FAMILIES[name] = FAMILIES[name] | dict(router_aux_loss_coef=0.5)
+FAMILIES["glm4v_moe"] |= dict(router_aux_loss_coef=0.0)  # which TRL does not compute for `n_routed_experts`
+UNSUPPORTED = {
+    **{name: (reason, dict(kind=kind(name), tiny=tiny)) for name, (reason, tiny) in STOCK.items()},
+    **{name: (x.features, ON_TEXT[name]) for name, x in multimodal.STOCK.items() if name in ON_TEXT},
+    "no language model": (
+        "LlavaForConditionalGeneration has no language model with its text configuration",
+        ON_TEXT["llava"] | dict(prepare=with_another_config),
+    ),
+}
+UNNOTICED = {  # where rounding is largest, and positions have three dimensions
+    **{name: (faults.without_a_result, dict(loss_type=[name])) for name in ("ipo", "sppo_hard")},
+    "gemma4_text": (faults.without_a_result, FAMILIES["gemma4_text"]),
+    "qwen3_vl": (faults.late_positions, FAMILIES["qwen3_vl"]),
+}
+
+
 HARNESSES = [
     Harness(
         **DPO.for_harness(),
         both=train_both,
         seams=(f"trl.trainer.dpo_trainer.{SEAM}",),
         options=OPTIONS,
-        families={name: dict(kind=kind(name), tiny=FUSED[name][1]) for name in FUSED},
+        families=FAMILIES,
         fallbacks=FALLBACKS
         | {
-            name: (
-                dict(kind=kind(name), tiny=tiny, max_steps=2),
-                {("policy", "stock"): 2, ("reference", "stock"): 2},
-                reason,
-            )
-            for name, (reason, tiny) in STOCK.items()
+            name: (dict(max_steps=2, **options), {("policy", "stock"): 2, ("reference", "stock"): 2}, reason)
+            for name, (reason, options) in UNSUPPORTED.items()
             if name not in FAILS_IN_STOCK
         },
+        bypassing={"own loss": (dict(trainer_class=OwnLoss), f"{UNUSED}; OwnLoss overrides _compute_loss")},
+        strict=(dict(neftune_noise_alpha=5.0), "NEFTune"),
         sabotages=sabotaged_by(
             faults.late_positions, faults.no_prefix, faults.leak, faults.wrong_target, faults.wrong_scale
-        ),
+        )
+        | UNNOTICED,
         ranks=(dict(evaluate=4), dict(policy=3, reference=3 + 1, eval=1)),
     )
 ]

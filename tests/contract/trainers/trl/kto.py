@@ -35,7 +35,7 @@ class ScaledKL(KTOTrainer):
 
 # option: (changed arguments, number of calls of each kind)
 OPTIONS = {
-    "as it is": (dict(), FULL),
+    "KL terms above zero": (dict(), FULL),
     # losses
     "apo_zero_unpaired": (dict(loss_type="apo_zero_unpaired", evaluate=4), dict(policy=3, reference=3 + 1, eval=1)),
     "weights": (dict(beta=0.5, desirable_weight=1.3, undesirable_weight=0.7), FULL),

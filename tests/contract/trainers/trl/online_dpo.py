@@ -7,14 +7,16 @@ at padding positions; all other numbers are compared with stock itself.
 import torch
 from peft import LoraConfig
 from transformers import LlamaForCausalLM
+from trl.experimental.online_dpo import OnlineDPOTrainer
 
 from fastdpo.integrations.trl import online_dpo
-from tests.contract.harness import Harness, sabotaged_by
+from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
 from tests.support.trl.dpo import LORA, trained_adapter
 from tests.support.trl.online import (
     FOR_HARNESS,
     assert_all_same,
+    masked,
     reward,
     reward_model,
 )
@@ -82,6 +84,12 @@ def _prompts_a_token_short(monkeypatch):
     monkeypatch.setattr(online_dpo, "batch_of", lambda n, ids, mask, *rest: stock(n, ids[:, 1:], mask[:, 1:], *rest))
 
 
+class OwnForward(OnlineDPOTrainer):
+    def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
+        logits = model(torch.cat([prompt_ids, completion_ids], 1)).logits[:, prompt_ids.shape[1] - 1 : -1]
+        return logits.log_softmax(-1).gather(2, completion_ids[..., None])[..., 0]
+
+
 ALL_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
 HARNESSES = [
     Harness(
@@ -109,6 +117,12 @@ HARNESSES = [
                 ALL_STOCK,
                 "the head of Loud gives other logits than its forward (relative difference 0.33)",
             ),
+        },
+        bypassing={
+            "own forward": (
+                dict(trainer_class=masked(OwnForward)),
+                f"{UNUSED}; Recorded overrides _forward and training_step",
+            )
         },
         strict=(dict(data=prompts(0, 5, 3, 0)), "padding position"),
         sabotages=sabotaged_by(faults.labels_a_token_late, _padding_is_scored, _prompts_a_token_short, faults.no_prefix)

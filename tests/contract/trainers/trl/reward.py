@@ -29,12 +29,18 @@ class SquaredScores(RewardTrainer):
         return model(**inputs, use_cache=False).logits.square().mean()
 
 
+def spread(prediction) -> dict[str, float]:
+    assert prediction.predictions.shape[1:] == (1,)
+    return {"spread": float(prediction.predictions.std())}
+
+
 OPTIONS = {
     "explicit_prompts": (dict(), FULL),
     "implicit_prompts": (dict(data=implicit_prompts(16)), FULL),
     "margins": (dict(data=with_margins(16)), FULL),
     "centered": (dict(center_rewards_coefficient=0.3), FULL),
     "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
+    "metrics of scores": (dict(evaluate=6, compute_metrics=spread), dict(policy=3, eval=2)),
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4)),
     "batch_of_one": (dict(per_device_train_batch_size=1), FULL),
     "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),

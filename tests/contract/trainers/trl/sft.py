@@ -18,6 +18,10 @@ def texts(n: int, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": row["prompt"] + row["completion"]} for row in rows(n, seed)]
 
 
+def accurate(n: int, seed: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"w{i} w2 ", "completion": "w7 w7 w7"} for i in range(n)]
+
+
 class Scaled(SFTTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 2 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -36,6 +40,7 @@ OPTIONS = {
     "completions": (dict(), FULL),
     "everything": (dict(completion_only_loss=False), FULL),
     "texts": (dict(data=texts), FULL),
+    "accurate tokens": (dict(data=accurate, learning_rate=0.2), FULL),
     "dft": (dict(loss_type="dft"), FULL),
     "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
     "metrics of logits": (dict(evaluate=4, compute_metrics=mean_logit), dict(policy=3, eval=1)),

@@ -1,6 +1,7 @@
 """DPOTrainer of TRL < 0.29. Its logs round losses to four digits; gradients are compared to seven digits."""
 
 from tests.contract.harness import Harness
+from tests.support import faults
 from tests.support.models.altered_heads import ALTERED
 from tests.support.models.families import HYBRID
 from tests.support.trl.dpo import DPO, adapter, assert_same, long_pairs, train_both
@@ -103,6 +104,9 @@ HARNESSES = [
             **{alter.__name__: (dict(prepare=alter), STOCK_CALLS, reason) for alter, reason in ALTERED.items()},
         },
         strict=(dict(**CUT, data=cut_away(9) * 4), NO_PROMPT),
+        sabotages={
+            f"a missing token, {loss}": (faults.without_a_result, dict(loss_type=loss)) for loss in ("sigmoid", "ipo")
+        },
         verified={"as it is": ({}, 2)},
     )
 ]
