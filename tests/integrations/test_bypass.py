@@ -6,41 +6,29 @@ import pytest
 import torch
 from transformers import TrainerCallback
 from trl import DPOTrainer
-from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
-from tests.support.trl.dpo import assert_fused, assert_same_bits, build, tiny_model, train, train_both
-from tests.support.trl.online import build as build_online
-from tests.support.trl.online import writer
+from tests.contract.trainers.trl.dpo import OwnLoss
+from tests.support.trl.dpo import assert_fused, build, tiny_model, train
 
 UNUSED = "not fused, no call of the policy has reached fastdpo in the first step"
 
 
-def loss_from_logits(model, inputs: dict) -> torch.Tensor:
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss
-
-
-class OwnLoss(DPOTrainer):
-    def _compute_loss(self, model, inputs, return_outputs):
-        return loss_from_logits(model, inputs)
-
-
-class OwnLossIfTraining(DPOTrainer):
+class OwnLossIfTraining(OwnLoss):
     """Its code names the function that it overrides, which no training calls."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         if not model.training:
-            return super()._compute_loss(model, inputs, return_outputs)
-        return loss_from_logits(model, inputs)
+            return DPOTrainer._compute_loss(self, model, inputs, return_outputs)
+        return super()._compute_loss(model, inputs, return_outputs)
 
 
-class OwnLossAndFusedReference(DPOTrainer):
+class OwnLossAndFusedReference(OwnLoss):
     def _compute_loss(self, model, inputs, return_outputs):
         reference, _ = self.compute_ref_log_probs(self.ref_model, inputs)
         if reference.isnan().any():
-            return super()._compute_loss(model, inputs, return_outputs)
-        return loss_from_logits(model, inputs)
+            return DPOTrainer._compute_loss(self, model, inputs, return_outputs)
+        return super()._compute_loss(model, inputs, return_outputs)
 
 
 class OwnInit(DPOTrainer):
@@ -54,11 +42,11 @@ def assert_untouched(model) -> None:
     assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
 
 
-class FusedOnlyInEvaluation(DPOTrainer):
+class FusedOnlyInEvaluation(OwnLoss):
     def _compute_loss(self, model, inputs, return_outputs):
         if not torch.is_grad_enabled():
-            return super()._compute_loss(model, inputs, return_outputs)
-        return loss_from_logits(model, inputs)
+            return DPOTrainer._compute_loss(self, model, inputs, return_outputs)
+        return super()._compute_loss(model, inputs, return_outputs)
 
 
 class Weights(TrainerCallback):
@@ -66,15 +54,6 @@ class Weights(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         self.before = [x.detach().clone() for x in model.parameters()]
-
-
-@pytest.mark.parametrize("options", [{}, dict(precompute_ref_log_probs=True)])
-def test_an_override_that_calls_nothing_trains_as_stock_does(tmp_path, caplog, options):
-    stock, patched = train_both(tmp_path, trainer_class=OwnLoss, **options)
-    assert_same_bits(stock, patched)
-    assert ("policy", "fused") not in patched.calls
-    reason = f"trl.DPOTrainer (OwnLoss): {UNUSED}; OwnLoss overrides _compute_loss"
-    assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
 
 
 def test_a_trainer_that_skips_the_patched_init(tmp_path, caplog):
@@ -112,24 +91,6 @@ def test_padding_free_is_refused_before_a_weight_changes(tmp_path):
     assert all(map(torch.equal, trainer.model.parameters(), weights.before))
 
 
-def test_no_warning_after_unpatching(tmp_path, caplog):
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=OwnLossIfTraining)
-    trainer.train()
-    assert "not fused" not in caplog.text
-
-
-def test_a_fallback_with_a_reason_does_not_warn_again(tmp_path, caplog):
-    with fastdpo.patched("trl.DPOTrainer"):
-        models = [tiny_model(seed=seed) for seed in range(2)]
-        for model in models:
-            model.lm_head.register_forward_hook(lambda module, inputs, output: output)
-        run = train(tmp_path, *models)
-    assert run.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
-    assert caplog.text.count("not fused") == 2
-    assert UNUSED not in caplog.text
-
-
 def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     weights = Weights()
@@ -139,17 +100,6 @@ def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
         with pytest.raises(fastdpo.NotFused, match=UNUSED):
             trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), weights.before))
-
-
-def test_online(tmp_path, caplog):
-    class Own(OnlineDPOTrainer):
-        def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
-            logits = model(torch.cat([prompt_ids, completion_ids], 1)).logits[:, prompt_ids.shape[1] - 1 : -1]
-            return logits.log_softmax(-1).gather(2, completion_ids[..., None])[..., 0]
-
-    with fastdpo.patched("trl.OnlineDPOTrainer"):
-        build_online(tmp_path, writer(0), writer(1), Own).train()
-    assert caplog.text.count(f"(Own): {UNUSED}; Own overrides _forward") == caplog.text.count("not fused") == 1
 
 
 def test_a_copied_trainer_says_only_that_its_models_are_copies(tmp_path, caplog):

@@ -183,15 +183,6 @@ def test_models_of_a_patched_trainer(tmp_path):
     assert trainer.steps == 1
 
 
-def test_a_resized_vocabulary():
-    model, batch = fastdpo.prepare(tiny_model()), rows()
-    model.resize_token_embeddings(103)
-    scored = {}
-    expected = own_logps(model, **batch)
-    assert calls_of(lambda: scored.update(rows=fastdpo.score(model, **batch))) == {FUSED: 1}
-    assert_close(scored["rows"].logps, expected, absolute=1e-5)
-
-
 class ValueHead(torch.nn.Module):
     """A wrapper of a user's, which returns something else than the output of its model."""
 
@@ -246,33 +237,6 @@ def test_arguments_that_would_change_the_result_or_nothing_are_refused(given, er
         fastdpo.score(model, **rows(), **given)
     neutral = dict.fromkeys(given, None) if error is ValueError else dict(return_dict=True, use_cache=False)
     assert_close(fastdpo.score(model, **rows(), **neutral).logps, own_logps(model, **rows()), absolute=1e-5)
-
-
-def test_arguments_of_wrappers_are_taken():
-    config, arguments = (
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
-        dict(adapter_names=None, task_ids=None),
-    )
-    model = fastdpo.prepare(get_peft_model(tiny_model(), config))
-    assert_close(fastdpo.score(model, **rows(), **arguments).logps, own_logps(model, **rows()), absolute=1e-5)
-
-
-def test_a_compiled_model():
-    batch, model = rows(), tiny_model()
-    expected = own_logps(model, **batch)
-    compiled = torch.compile(fastdpo.prepare(model), backend="eager")
-    scored = {}
-    assert calls_of(lambda: scored.update(rows=fastdpo.score(compiled, **batch))) == {FUSED: 1}
-    assert_close(scored["rows"].logps, expected, absolute=1e-5)
-
-
-def test_autocast():
-    batch, model = rows(), fastdpo.prepare(tiny_model())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        scored = fastdpo.score(model, **batch)
-        expected = own_logps(model, **batch)
-    assert scored.logps.dtype == torch.float32
-    assert (scored.logps - expected).abs().max() < 0.2
 
 
 @pytest.fixture

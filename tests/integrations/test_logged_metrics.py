@@ -16,8 +16,6 @@ import fastdpo
 from fastdpo.integrations.trl.gathering import of_all_ranks
 from tests.support.comparison import RELATIVE, approximately
 from tests.support.trl.dpo import build, run_two_ranks, tiny_model
-from tests.support.trl.online import build as build_online
-from tests.support.trl.online import writer
 
 
 @pytest.fixture(autouse=True)
@@ -44,46 +42,33 @@ def test_the_functions_of_accelerate_are_restored():
     assert torch.equal(accelerator.gather(torch.ones(3)), torch.ones(3))
 
 
-class Peek(TrainerCallback):
-    """Records the types and lengths of the metrics after each step."""
+@pytest.fixture
+def both(tmp_path):
+    """A function that trains with a class, and a callback of a class, and compares the logged metrics with those of
+    stock. Returns the stock and the patched trainer.
+    """
 
-    def __init__(self, metrics):
-        self.metrics, self.kinds, self.lengths = metrics, [], []
+    def train(trainer_class=DPOTrainer, callback_class=None) -> list[DPOTrainer]:
+        trainers = []
+        for patch in (contextlib.nullcontext(), fastdpo.patched("trl.DPOTrainer")):
+            with patch:
+                trainer = build(
+                    tmp_path, tiny_model(), tiny_model(seed=1), 16, trainer_class=trainer_class, logging_steps=3
+                )
+                if callback_class is not None:
+                    trainer.callback = callback_class(trainer)
+                    trainer.add_callback(trainer.callback)
+                trainer.train()
+                trainers.append(trainer)
+        for a, b in zip(*map(logs_of, trainers), strict=True):
+            assert b == approximately(a)
+        return trainers
 
-    def on_step_end(self, args, state, control, **kwargs):
-        lists = self.metrics().values()
-        self.kinds.append({type(x) for values in lists for x in values})
-        self.lengths.append({len(values) for values in lists})
-
-
-def test_a_callback_sees_what_it_sees_in_stock(tmp_path):
-    seen = []
-    for patch in (contextlib.nullcontext, fastdpo.patched):
-        with patch():
-            trainer = build(tmp_path / patch.__name__, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
-            peek = Peek(lambda trainer=trainer: trainer._metrics["train"])
-            trainer.add_callback(peek)
-            trainer.train()
-        seen.append((peek.kinds, peek.lengths))
-        assert type(trainer._total_train_tokens) is int
-    assert seen[0] == seen[1]
-    assert seen[1][1] == [{1}, {1, 2}, {1, 3}], "one number of tokens; of the others, one value per step"
+    return train
 
 
-def test_after_unpatching_during_training_numbers_are_plain(tmp_path):
-    fastdpo.patch("trl.DPOTrainer")
-    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
-
-    class Unpatch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            fastdpo.unpatch()
-
-    peek = Peek(lambda: trainer._metrics["train"])
-    trainer.add_callback(Unpatch())
-    trainer.add_callback(peek)
-    trainer.train()
-    assert set().union(*peek.kinds) <= {float, int}
-    assert trainer.state.log_history[0]["num_tokens"] > 0
+def logs_of(trainer) -> list[dict]:
+    return [{k: v for k, v in log.items() if "/" in k or k == "num_tokens"} for log in trainer.state.log_history]
 
 
 class DecidesByMetrics(DPOTrainer):
@@ -102,47 +87,28 @@ class DecidesByMetrics(DPOTrainer):
         return loss
 
 
-def test_a_subclass_that_reads_metrics_decides_like_stock(tmp_path):
-    results = {}
-    for name in ("stock", "patched"):
-        if name == "patched":
-            fastdpo.patch("trl.DPOTrainer")
-        trainer = build(
-            tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=DecidesByMetrics, logging_steps=3
-        )
-        trainer.train()
-        results[name] = trainer.decisions, trainer.state.log_history[0]
-    (stock, log), (patched, patched_log) = results.values()
-    assert stock == patched
-    assert {decision[0] for decision in stock[::2]} == {True, False}, "both decisions must occur"
-    names = [name for name in log if "runtime" not in name and "per_second" not in name]
-    assert [patched_log[name] for name in names] == [approximately(log[name]) for name in names]
+def test_a_subclass_that_reads_metrics_decides_like_stock(both):
+    stock, patched = both(DecidesByMetrics)
+    assert stock.decisions == patched.decisions
+    assert {decision[0] for decision in stock.decisions[::2]} == {True, False}, "both decisions must occur"
 
 
-def trained(directory, trainer_class=DPOTrainer, callback=None, **options) -> DPOTrainer:
-    trainer = build(directory, tiny_model(), tiny_model(seed=1), 16, trainer_class=trainer_class, **options)
-    if callback is not None:
-        callback.trainer = trainer
-        trainer.add_callback(callback)
-    trainer.train()
-    return trainer
+class OfATrainer(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer, self.lengths = trainer, []
 
 
-def logs_of(trainer) -> list[dict]:
-    return [{k: v for k, v in log.items() if "/" in k or k == "num_tokens"} for log in trainer.state.log_history]
-
-
-class Keeps(TrainerCallback):
+class Keeps(OfATrainer):
     """Keeps a reference to the metrics and reads them after each step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.metrics, self.lengths = self.trainer._metrics["train"], []
+        self.metrics = self.trainer._metrics["train"]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.lengths.append({name: (len(values), type(values[-1])) for name, values in self.metrics.items()})
 
 
-class Adds(TrainerCallback):
+class Adds(OfATrainer):
     """Writes to a running total and deep-copies the metrics."""
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -151,22 +117,17 @@ class Adds(TrainerCallback):
         assert all(type(x) in (float, int) for values in metrics["train"].values() for x in values)
 
 
-class Logs(TrainerCallback):
+class Logs(OfATrainer):
     """Logs after each step, which consumes metrics."""
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.log({"of the callback": float(state.global_step)})
 
 
-@pytest.mark.parametrize("callback", [Keeps, Adds, Logs])
-def test_a_callback_that_reads_or_writes_metrics(tmp_path, callback):
-    stock_callback, patched_callback = callback(), callback()
-    stock = trained(tmp_path / "stock", callback=stock_callback, logging_steps=3)
-    with fastdpo.patched("trl.DPOTrainer"):
-        patched = trained(tmp_path / "patched", callback=patched_callback, logging_steps=3)
-    assert vars(patched_callback).get("lengths") == vars(stock_callback).get("lengths")
-    for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
-        assert b == approximately(a)
+@pytest.mark.parametrize("callback_class", [Keeps, Adds, Logs])
+def test_a_callback_that_reads_or_writes_metrics(both, callback_class):
+    stock, patched = both(callback_class=callback_class)
+    assert stock.callback.lengths == patched.callback.lengths
 
 
 class Windowed(DPOTrainer):
@@ -191,18 +152,13 @@ class Gathering(DPOTrainer):
 
 
 @pytest.mark.parametrize("trainer_class", [Windowed, Gathering])
-def test_a_subclass_with_custom_metrics(tmp_path, trainer_class):
-    stock = trained(tmp_path / "stock", trainer_class, logging_steps=3)
-    with fastdpo.patched("trl.DPOTrainer"):
-        patched = trained(tmp_path / "patched", trainer_class, logging_steps=3)
-    for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
-        assert b == approximately(a)
-    gathered = [vars(trainer).get("gathered", []) for trainer in (stock, patched)]
+def test_a_subclass_with_custom_metrics(both, trainer_class):
+    gathered = [vars(trainer).get("gathered", []) for trainer in both(trainer_class)]
     assert gathered[1] == pytest.approx(gathered[0], rel=RELATIVE, abs=RELATIVE)
     assert bool(gathered[0]) == (trainer_class is Gathering)
 
 
-def test_a_loss_function_replaced_before_patching_sees_tensors(tmp_path, monkeypatch):
+def test_a_loss_function_replaced_before_patching_sees_tensors(both, monkeypatch):
     largest, original = [], DPOTrainer._compute_loss
 
     def compute_loss_and_record_it(self, model, inputs, return_outputs):
@@ -211,18 +167,8 @@ def test_a_loss_function_replaced_before_patching_sees_tensors(tmp_path, monkeyp
         return loss
 
     monkeypatch.setattr(DPOTrainer, "_compute_loss", compute_loss_and_record_it)
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = trained(tmp_path)
-    assert largest == pytest.approx([log["loss"] for log in trainer.state.log_history if "loss" in log])
-
-
-def test_online_dpo_shows_numbers(tmp_path):
-    with fastdpo.patched("trl.OnlineDPOTrainer"):
-        trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
-        peek = Peek(lambda: trainer.stats)
-        trainer.add_callback(peek)
-        trainer.train()
-    assert peek.kinds == [{float}] * 3
+    both()
+    assert largest[3:] == approximately(largest[:3])
 
 
 MISSING_SECOND_RANK = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_token_accuracy"}

@@ -173,24 +173,38 @@ def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypat
     assert_changes_are_noticed(monkeypatch, trainer, "max_tokens")
 
 
-def test_another_cadence_of_generations_is_a_reason(monkeypatch, newer):
-    monkeypatch.delattr(GRPOTrainer, "_prepare_inputs")  # so that it is the one of `Trainer`
-    with pytest.raises(fastdpo.PatchError, match=r"GRPOTrainer\._prepare_inputs, on which max_tokens relies"):
-        fastdpo.patch("trl.GRPOTrainer", max_tokens=500)
-    assert fastdpo.patch("trl.GRPOTrainer").seams[0].compared
+OTHERS = {  # the trainer, and how a newer version differs
+    "another cadence of generations": ("GRPO", lambda patch: patch.delattr(GRPOTrainer, "_prepare_inputs")),
+    "a function is missing": ("KTO", lambda patch: patch.delattr(Trainer, "_run_epoch")),
+    "a function is overridden": (
+        "SFT",
+        lambda patch: patch.setattr(SFTTrainer, "get_batch_samples", lambda *args: None, raising=False),
+    ),
+}
 
 
-def test_a_function_that_is_missing_in_a_newer_version_is_a_reason(monkeypatch):
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_function_that_an_option_relies_on_is_a_reason(monkeypatch, case):
+    trainer, differ = OTHERS[case]
     set_newer(monkeypatch, "transformers")
-    monkeypatch.delattr(Trainer, "_run_epoch")
-    with pytest.raises(fastdpo.PatchError, match="_run_epoch, on which max_tokens relies"):
-        fastdpo.patch("trl.KTOTrainer", max_tokens=500)
+    differ(monkeypatch)
+    with pytest.raises(fastdpo.PatchError, match=r"\.\w+, on which max_tokens relies"):
+        fastdpo.patch(f"trl.{trainer}Trainer", max_tokens=500)
+    assert fastdpo.patch(f"trl.{trainer}Trainer").seams[0].compared
 
 
-def test_a_function_that_a_newer_version_overrides_is_a_reason(monkeypatch, newer):
-    monkeypatch.setattr(SFTTrainer, "get_batch_samples", lambda *args: Trainer.get_batch_samples(*args), raising=False)
-    with pytest.raises(fastdpo.PatchError, match="get_batch_samples, on which max_tokens relies"):
-        fastdpo.patch("trl.SFTTrainer", max_tokens=500)
+VERSIONS = {  # of a line, those that it precedes and others
+    ">=1.15,<1.17": (["1.17.0", "1.17", "1.17.0rc1", "1.17.0.dev0", "2.0"], ["1.16.0", "0.20"]),
+    "==0.9.5": (["0.9.5.post1", "0.9.6.dev0"], ["0.9.4", "0.9.5"]),
+}
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_versions_that_are_newer_than_those_of_a_line(versions):
+    """From their first pre-release on."""
+    line, (newer, others) = next(line for line in LINES if line.versions == versions), VERSIONS[versions]
+    assert [version for version in (*newer, *others) if line.precedes(version)] == newer
 
 
 def test_the_doctor_says_why_a_version_is_provisional(monkeypatch, newer):
@@ -221,16 +235,3 @@ def test_the_hash_of_a_function_is_that_of_its_text(monkeypatch):
     for function, name in ((another, "trl.one"), (without_text["one"], "trl.one"), (None, "trl.one"), (one, "trl.two")):
         assert tested_code.differing({name: function}) == [name]
     assert tested_code.differing({"trl.one": one}) == []
-
-
-@pytest.mark.parametrize("version", ["1.17.0", "1.17", "1.17.0rc1", "1.17.0.dev0", "2.0", "1.16.0", "0.20"])
-def test_a_version_is_newer_from_its_first_pre_release_on(version):
-    assert LINES[0].precedes(version) == version.startswith(("1.17", "2"))
-
-
-def test_a_version_after_a_single_tested_one_is_newer():
-    line = next(line for line in LINES if line.versions == "==0.9.5")
-    assert [version for version in ("0.9.4", "0.9.5", "0.9.5.post1", "0.9.6.dev0") if line.precedes(version)] == [
-        "0.9.5.post1",
-        "0.9.6.dev0",
-    ]

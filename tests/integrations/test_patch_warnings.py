@@ -102,12 +102,7 @@ def test_trainers_created_before_raise_in_strict_mode(tmp_path, monkeypatch):
     del patched
 
 
-def test_a_package_that_is_not_installed_is_no_warning_next_to_one_that_is(messages):
-    assert {seam.name.partition(".")[0] for seam in fastdpo.patch().seams} == {"trl"}
-    assert messages(logging.WARNING) == []
-
-
-def test_no_package_at_all_is_a_warning(monkeypatch, messages):
+def test_no_package_at_all_is_a_warning_unless_one_is_named(monkeypatch, messages):
     def missing(package):
         raise importlib.metadata.PackageNotFoundError(package)
 
@@ -115,6 +110,11 @@ def test_no_package_at_all_is_a_warning(monkeypatch, messages):
     fastdpo.patch()
     (warning,) = messages(logging.WARNING)
     assert warning.startswith("fastdpo: trl.DPOTrainer: off, trl is not installed [not-installed] | ")
+    with pytest.raises(fastdpo.PatchError, match="not installed"):
+        fastdpo.patch("trl.DPOTrainer")
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.PatchError, match="not installed"):
+        fastdpo.patch()
 
 
 def test_a_program_without_logging_prints_the_warning(tmp_path):

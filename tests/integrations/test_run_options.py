@@ -41,20 +41,28 @@ def test_a_program_may_give_the_options_of_the_command(start, targets, options):
     assert options_of(DPO).given() == options
 
 
+@pytest.mark.parametrize("enter", [fastdpo.patch, lambda *args, **kwargs: fastdpo.patched(*args, **kwargs).__enter__()])
 @pytest.mark.parametrize(
     ("command", "program", "had", "got"),
     [
+        (dict(max_tokens=500, verify=True), {}, "max_tokens=500, verify=True", "max_tokens=None, verify=False"),
         (dict(max_tokens=500), dict(max_tokens=300), "max_tokens=500", "max_tokens=300"),
-        (dict(verify=True), {}, "verify=True", "verify=False"),
         ({}, dict(share_prompts=False), "share_prompts=True", "share_prompts=False"),
     ],
 )
-def test_others_are_an_error(start, command, program, had, got):
+def test_others_are_an_error(start, enter, command, program, had, got):
     start(**command)
-    with pytest.raises(fastdpo.PatchError, match=f"that trl.DPOTrainer is patched with, {had}; got {got}. Give"):
-        fastdpo.patch(KTO, DPO, **program)
+    with pytest.raises(fastdpo.PatchError) as caught:
+        enter(KTO, DPO, **program)
+    assert str(caught.value) == (
+        f"patch: options must be those that trl.DPOTrainer is patched with, {had}; got {got}. "
+        "Give the same options to each call and to `fastdpo run`, or call fastdpo.unpatch() first"
+    )
     assert options_of(DPO).given() == command
     assert options_of(KTO) is None
+    fastdpo.unpatch()
+    fastdpo.patch(DPO, **program)
+    assert options_of(DPO).given() == program
 
 
 def test_a_block_leaves_what_the_command_has_patched(start):

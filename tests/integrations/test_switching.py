@@ -4,7 +4,6 @@ import contextlib
 import copy
 import pickle
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from trl.trainer import dpo_trainer
 
 import fastdpo
-from tests.support.trl.dpo import LORA, build, tiny_model, trained_adapter
+from tests.support.trl.dpo import LORA, tiny_model, trained_adapter
 
 
 def adapter_layers(model):
@@ -70,23 +69,6 @@ def test_no_layer_is_described(state, monkeypatch):
     assert fused == stock
     assert bool(stock[1]) == (state == "irregular")
     assert (of_stock, of_fused) == (1, 0 if state == "enabled" else 1)
-
-
-def test_a_status_has_its_other_fields(monkeypatch):
-    """A newer PEFT may read more of them."""
-    model = fastdpo.prepare(trained_adapter(tiny_model()))
-    read = []
-
-    @contextmanager
-    def reading(model):
-        read.append(model.get_model_status())
-        yield
-
-    monkeypatch.setattr(type(model), "disable_adapter", reading)
-    with model.disable_adapter():
-        status = model.get_model_status()
-    assert type(read[0]) is not type(status)
-    assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
 
 
 def test_no_module_is_looked_for(monkeypatch):
@@ -274,16 +256,6 @@ def test_a_layer_with_a_function_of_its_own():
     assert enabled == [False, True] * 2
 
 
-def test_policies_of_trainers(tmp_path):
-    with fastdpo.patched("trl.DPOTrainer"):
-        model = build(tmp_path, trained_adapter(tiny_model()), None).model
-        assert "disable_adapter" in vars(model)
-        copied = copy.deepcopy(model)
-    assert "disable_adapter" not in vars(model)
-    with copied.disable_adapter():
-        assert "disable_adapter" not in vars(copied)
-
-
 COPIES = {"copy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
@@ -297,11 +269,3 @@ def test_copies_have_their_own_adapters(kind):
             assert {x.disable_adapters for x in adapter_layers(other)} == {False}
     fastdpo.restore(model)
     assert "disable_adapter" not in vars(model)
-
-
-def test_compiled_models():
-    """Attributes that are set on them are set on the model inside."""
-    model = fastdpo.prepare(trained_adapter(tiny_model()))
-    with torch.compile(model).disable_adapter():
-        assert {x.disable_adapters for x in adapter_layers(model)} == {True}
-    assert "get_model_status" not in vars(model)

@@ -11,9 +11,6 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer,
 from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
-from fastdpo.integrations.trl import kto as kto_line
-from fastdpo.integrations.trl.max_tokens.budget import BudgetLine, StepBudget
-from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
 from fastdpo.models import calls as counters
 from tests.support.comparison import assert_same_gradients, assert_same_logs
 from tests.support.trl import reward
@@ -314,54 +311,3 @@ def test_batches_that_wait_for_the_end_of_a_step_are_not_lost(compare, trainer, 
     patched = compare(trainer, trainer_class=acting(CLASSES[trainer], *WITHIN_A_STEP[action]), evaluate=6)
     paths = {path for role, path in patched.calls if role == "policy" or trainer in TRAINERS}
     assert paths == ({"fused"} if "unpatching" not in action else set())
-
-
-@pytest.mark.parametrize("trainer", [*TRAINERS, *GROUPS])
-def test_a_lost_row_is_noticed(compare, monkeypatch, trainer):
-    units = UnitPlanner.units
-    monkeypatch.setattr(UnitPlanner, "units", lambda self, run: [*units(self, run)[:-1], units(self, run)[0]])
-    with pytest.raises(AssertionError):
-        compare(trainer)
-
-
-def _no_KL_term(monkeypatch):
-    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.0)
-
-
-def _one_KL_term_for_all_batches(monkeypatch):
-    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.8788)
-
-
-@pytest.mark.parametrize("sabotage", [_no_KL_term, _one_KL_term_for_all_batches])
-def test_a_wrong_loss_of_kto_is_noticed(compare, monkeypatch, sabotage):
-    sabotage(monkeypatch)
-    with pytest.raises(AssertionError):
-        compare(KTO)
-
-
-def _weights_of_micro_batches(monkeypatch):
-    monkeypatch.setattr(BudgetLine, "weight", lambda *args: 0.0)
-
-
-def _weights_of_the_first_batch(monkeypatch):
-    """As if the batches of a step had equal sizes."""
-
-    def weight(self, trainer, batch):
-        return 1 / (budgets.STEPS["per_device_train_batch_size"] * trainer.current_gradient_accumulation_steps)
-
-    monkeypatch.setattr(BudgetLine, "weight", weight)
-
-
-def _metrics_of_other_rows(monkeypatch):
-    log = StepBudget.log_metrics
-    monkeypatch.setattr(
-        StepBudget, "log_metrics", lambda self, trainer, batches, units: log(self, trainer, batches, units.roll(1))
-    )
-
-
-@pytest.mark.parametrize("trainer", [KTO, DPO, REWARD])
-@pytest.mark.parametrize("sabotage", [_weights_of_micro_batches, _weights_of_the_first_batch, _metrics_of_other_rows])
-def test_a_wrong_weight_or_metric_is_noticed(compare, monkeypatch, trainer, sabotage):
-    sabotage(monkeypatch)
-    with pytest.raises(AssertionError):
-        compare(trainer)

@@ -10,15 +10,12 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from trl.trainer import grpo_trainer, utils
 
 import fastdpo
-from fastdpo import packing
-from tests.support import faults
 from tests.support.comparison import assert_close, assert_same_gradients
-from tests.support.trl.dpo import assert_fused, tiny_model
+from tests.support.trl.dpo import tiny_model
 from tests.support.trl.groups import (
     NAMES,
     build_group,
     train_both_groups,
-    train_group,
 )
 from tests.support.trl.online import writer
 
@@ -81,33 +78,6 @@ def test_odd_batches(kind):
     assert fastdpo.calls - before == Counter({("trl.GRPOTrainer", "policy", "fused"): 60})
 
 
-@BOTH
-def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_class):
-    """Also where a micro-batch holds a part of a group."""
-    layouts, stock = [], packing.pack
-
-    def pack(*batch, **options):
-        layouts.append((*batch[:2], stock(*batch, **options)))
-        return layouts[-1][-1]
-
-    faults.unnoticed_by_probes(monkeypatch)
-    monkeypatch.setattr(packing, "pack", pack)
-    sizes = dict(per_device_train_batch_size=3, num_generations=6, steps_per_generation=4)
-    with fastdpo.patched(NAMES[trainer_class]):
-        run = train_group(tmp_path, writer(), trainer_class, **sizes, beta=0.0)
-    assert_fused(run, policy=3, old_policy=4)
-    asked = {tuple(ids) for ids in run.generated[0][0]}
-    assert len(asked) == 2
-    for ids, mask, layout in layouts:
-        rows = [tuple(row[real.bool()].tolist()) for row, real in zip(ids, mask, strict=True)]
-        of_prompt = {prompt: [row[len(prompt) :] for row in rows if row[: len(prompt)] == prompt] for prompt in asked}
-        # Only tokens that score another one are stored. Completions may begin alike, and then share more.
-        bound = sum(
-            len(p) + sum(len(c) - 1 for c in completions) for p, completions in of_prompt.items() if completions
-        )
-        assert len(layout.token_index) <= bound < sum(map(len, rows)) - len(rows)
-
-
 def stock_path(trainer_class: type, role: str, reason: str) -> str:
     return f"{NAMES[trainer_class]} ({role}): not fused, {reason}"
 
@@ -142,16 +112,6 @@ def test_other_inputs_fall_back_to_stock(tmp_path, caplog, trainer_class, inputs
         assert all(map(torch.equal, result[:2], expected[:2]))
     assert fastdpo.calls - before == {(NAMES[trainer_class], "policy", "stock"): 2}
     assert caplog.text.count(stock_path(trainer_class, "policy", reason)) == 1
-
-
-@BOTH
-@pytest.mark.parametrize("option", ["use_liger_kernel", "use_transformers_continuous_batching"])
-def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trainer_class, option):
-    fastdpo.patch(NAMES[trainer_class])
-    model = writer()
-    build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
-    assert caplog.text.count(f"{NAMES[trainer_class]} ({trainer_class.__name__}): not fused, {option} is set") == 1
-    assert "fastdpo" not in repr(vars(model))
 
 
 def test_async_grpo_is_not_touched():

@@ -5,16 +5,12 @@ import functools
 import pytest
 import torch
 
-from tests.contract.trainers.trl.groups import OPTIONS_OF_GRPO
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import assert_fused
 from tests.support.trl.groups import (
     CLIPPED,
-    GroupRun,
     train_both_groups,
-    train_group,
 )
-from tests.support.trl.online import writer
 
 
 @pytest.fixture
@@ -29,21 +25,6 @@ def test_the_trainings_that_are_compared_are_clipped_on_either_side(both):
     assert len(stock.clipped) == 4
     for direction in (-1, 0, 1):
         assert (clipped == direction).sum() >= 5
-
-
-def completion_lengths(run: GroupRun) -> set[int]:
-    return {len(completion) for _, completions in run.generated for completion in completions}
-
-
-@pytest.mark.parametrize(
-    ("option", "lengths"),
-    [("as it is", set(range(1, 9))), ("no end", {8}), ("one token", {1}), ("equal completions", set(range(1, 9)))],
-)
-def test_the_completions_of_an_option_have_these_lengths(tmp_path, option, lengths):
-    run = train_group(tmp_path, writer(), **{**OPTIONS_OF_GRPO[option][0], "beta": 0.0})
-    assert completion_lengths(run) <= lengths
-    groups = [completions[i : i + 4] for _, completions in run.generated for i in range(0, len(completions), 4)]
-    assert all(len(set(map(tuple, group))) == 1 for group in groups) == (option == "equal completions")
 
 
 @pytest.mark.parametrize("tied", [False, True])

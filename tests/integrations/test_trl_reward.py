@@ -12,10 +12,7 @@ from fastdpo.packing import IGNORE_INDEX
 from tests.contract.trainers.trl.reward import FULL
 from tests.support.comparison import assert_close, assert_trained_alike
 from tests.support.trl.dpo import (
-    assert_same,
     assert_same_bits,
-    recorded_layouts,
-    recorded_packs,
     tokenizer,
 )
 from tests.support.trl.reward import (
@@ -27,23 +24,6 @@ from tests.support.trl.reward import (
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_rewards, tmp_path)
-
-
-def test_prompts_are_computed_once(both, monkeypatch):
-    layouts = recorded_layouts(monkeypatch)
-    rows = [dict(prompt=f"w{i} w2 w3 ", chosen="w4 w5", rejected="w6") for i in range(10, 26)]
-    both(data=rows, max_steps=1)
-    (layout,) = layouts
-    assert layout.token_index.numel() == 4 * (3 + 2 + 1 + 1 + 1)  # an end token for each answer
-    assert len(layout.score_index) == 8
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_come_with_their_layouts(both, monkeypatch, workers):
-    """Packing in a worker is not seen here. In this process, each batch is packed once, of which one is ahead."""
-    packed = recorded_packs(monkeypatch)
-    assert_trained_alike(both(dataloader_num_workers=workers), **FULL)
-    assert packed.count(8) == (0 if workers else 4)
 
 
 class Shortened(RewardTrainer):
@@ -82,16 +62,6 @@ class PaddingIsEnd(TrainerCallback):
 def test_tokens_other_than_those_that_batches_came_with_are_scored(both):
     rows = [dict(prompt=f"w{i} w2 ", chosen=f"w{i + 1} w5", rejected=f"w{i + 2} w6") for i in range(16)]
     assert_trained_alike(both(data=rows, callbacks=[PaddingIsEnd()]), **FULL)
-
-
-def test_compute_metrics_receives_the_scores(both):
-    def compute_metrics(prediction) -> dict[str, float]:
-        assert prediction.predictions.shape[1:] == (1,)
-        return {"spread": float(prediction.predictions.std())}
-
-    stock, patched = both(evaluate=6, compute_metrics=compute_metrics)
-    assert_same(stock, patched)
-    assert "eval_spread" in patched.logs[-1]
 
 
 def test_a_loss_of_the_model_itself(both, caplog):

@@ -1,7 +1,6 @@
 """The command `axolotl train`, as it is, by `fastdpo run`, and with the plugin in its configuration."""
 
 import json
-import math
 import os
 
 import pytest
@@ -134,26 +133,6 @@ def test_a_reward_model_trains_fused_with_the_same_numbers(options, workload, tr
     assert fused.calls == {("trl.RewardTrainer", "policy", "fused"): workload.steps}
     assert said(fused.stderr) == on("trl.RewardTrainer", TRAINER)
     record("axolotl", "axolotl", " ".join(["axolotl train reward_model=true", *options]), stock, fused)
-
-
-def test_the_plugin_trains_a_reward_model(tmp_path):
-    runs = {}
-    for name, plugin in {"stock": {}, "plugin": PLUGIN}.items():
-        output = tmp_path / name
-        runs[name] = run(reward_command(output, TINY, **plugin), output, fused=False, **OFFLINE)
-    assert_same(runs["stock"], runs["plugin"])
-    assert runs["plugin"].calls == {("trl.RewardTrainer", "policy", "fused"): TINY.steps}
-    assert said(runs["plugin"].stderr) == ON
-
-
-def test_the_comparison_detects_another_loss(train_both):
-    stock, other = train_both(
-        lambda output: command(output, TINY, rl_beta=0.1 if output.name == "stock" else 0.101), **OFFLINE
-    )
-    with pytest.raises(AssertionError, match="units"):
-        assert_same(stock, other)
-    with pytest.raises(AssertionError, match="differs by"):
-        assert_same(stock, other, units=math.inf)
 
 
 def test_a_plugin_that_axolotl_would_not_call_raises(monkeypatch):

@@ -1,7 +1,5 @@
 """The metrics of logits, which are those of completions, and the comparison with stock."""
 
-import json
-
 import pytest
 from llamafactory.train.dpo import trainer as dpo_trainer
 from llamafactory.train.kto import trainer as kto_trainer
@@ -51,13 +49,3 @@ def test_logits_are_those_of_completions(tmp_path, stage, completions_in_stock):
     renamed = [{name.replace("logits/", "completion_logits/"): x for name, x in log.items()} for log in stock.logits]
     assert sum(map(len, renamed)) >= 6
     assert patched.logits == [approximately(log) for log in renamed]
-
-
-@pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_the_caller_of_evaluate_gets_the_logged_metrics(tmp_path, stage):
-    model = checkpoint(tmp_path)
-    with fastdpo.patched("llamafactory"):
-        patched = train(tmp_path, model, stage, evaluate=True)
-    written = json.loads((tmp_path / "out" / "eval_results.json").read_text())
-    logged = next(log for log in patched.history if "eval_rewards/chosen" in log)
-    assert {name: x for name, x in logged.items() if name != "step"} == written

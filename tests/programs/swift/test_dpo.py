@@ -66,32 +66,6 @@ def test_what_is_not_supported_leaves_the_models_alone(tmp_path, caplog, monkeyp
     assert f"{NAME} (WithOption): not fused, {reason}" in caplog.text
 
 
-def test_a_subclass_that_scores_its_batches_itself_is_left_alone(tmp_path, caplog, monkeypatch):
-    class OwnForward(DPOTrainer):
-        def concatenated_forward(self, model, batch, is_ref_model=False):
-            targets = batch["labels"][:, 1:]
-            logps = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
-            logps = logps.gather(2, targets.clamp(min=0)[..., None])[..., 0].where(targets != -100, 0).sum(1)
-            chosen, rejected = logps.chunk(2)
-            means = {f"mean_{name}_logits": logps.mean() for name in ("chosen", "rejected")}
-            return dict(chosen_logps=chosen, rejected_logps=rejected, **means)
-
-    use_trainer(monkeypatch, OwnForward)
-    stock, patched = train_both(tmp_path)
-    assert_same_bits(stock, patched)
-    assert not patched.calls
-    reason = "no call of the policy has reached fastdpo in the first step; OwnForward overrides concatenated_forward"
-    assert caplog.text.count(f"{NAME} (OwnForward): not fused, {reason}") == caplog.text.count("not fused") == 1
-
-
-def test_unpatching_during_a_training(tmp_path):
-    stock = train(tmp_path / "stock")
-    fastdpo.patch("swift")
-    unpatched = train(tmp_path / "unpatched", before_training=lambda trainer: fastdpo.unpatch())
-    assert_same_bits(stock, unpatched)
-    assert not unpatched.calls
-
-
 def test_an_older_version_is_off_with_one_reason(tmp_path, monkeypatch, caplog):
     """In the report, and when a trainer is built if the line of TRL's trainer is on."""
     version = importlib.metadata.version

@@ -49,7 +49,6 @@ def test_the_command_trains_fused_with_the_same_numbers(options, workload, train
     record("TRL", "trl", f"trl dpo{' --use_peft true' if options else ''}", stock, fused)
 
 
-@pytest.mark.thorough  # as with LLaMA-Factory and axolotl
 def test_the_comparison_detects_another_loss(train_both):
     stock, other = train_both(
         lambda output: command(output, TINY, beta=0.1 if output.name == "stock" else 0.101), warm=True

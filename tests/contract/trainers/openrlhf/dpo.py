@@ -1,10 +1,11 @@
 """OpenRLHF's DPOTrainer with its real actor and dataset."""
 
-from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint
+from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint, rows
 from openrlhf_runs import train as train_models
 
 import fastdpo
 from tests.contract.harness import UNUSED, Harness, Newer, in_each_layout, repeated
+from tests.support import faults
 from tests.support.comparison import double
 
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
@@ -67,6 +68,14 @@ def in_epochs(options: dict) -> dict[str, int]:
     return dict.fromkeys(("policy", "reference"), 3 * options.get("epochs", 1))
 
 
+class DoublesLogps(Recorded):
+    """Changes the results of the trainer's forward pass."""
+
+    def concatenated_forward(self, model, *batch):
+        chosen, rejected, aux_loss, nll_loss = super().concatenated_forward(model, *batch)
+        return 2 * chosen, rejected, aux_loss, nll_loss
+
+
 IN_LAYOUTS = in_each_layout({name: (x, in_epochs(x)) for name, x in OPTIONS.items()}, PACKING)
 BLOOM = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
 NAME = "openrlhf.DPOTrainer"
@@ -100,10 +109,12 @@ HARNESSES = [
         both=both,
         assert_same=assert_same,
         assert_same_bits=assert_same,
+        one_step=dict(data=rows(4)),
         thorough=repeated(IN_LAYOUTS),
         options={
             **IN_LAYOUTS,
             "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),
+            "doubled": (dict(trainer_class=DoublesLogps), in_epochs({})),
         },
         fallbacks={
             "an unsupported model": (
@@ -121,6 +132,10 @@ HARNESSES = [
                 dict(trainer_class=OwnForward),
                 f"{UNUSED}; OwnForward overrides concatenated_forward",
             ),
+        },
+        sabotages={
+            f"a missing token, {name}": (faults.without_a_result, dict(loss=loss))
+            for name, loss in {"sigmoid": {}, "ipo": dict(ipo_enable=True)}.items()
         },
         verified={layout: (packing, 2) for layout, packing in PACKING.items()},
         newer=Newer(
