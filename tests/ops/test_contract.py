@@ -115,9 +115,12 @@ def queries(shape: str, has_sinks: bool, size: str, dtype: torch.dtype, words: i
     return dict(zip(QKV, tensors, strict=True)) | {"rows": rows, **sinks}
 
 
-def composed_loss(ref_chosen_logps: Tensor, ref_rejected_logps: Tensor, **inputs: Any) -> ops.PreferenceLoss:
-    logps = definitions.linear_sequence_logps(**inputs).logps
-    return ops.preference_loss(*logps.chunk(2), ref_chosen_logps, ref_rejected_logps)
+def composed_loss(
+    ref_chosen_logps: Tensor, ref_rejected_logps: Tensor, objective: ops.PreferenceObjective, **inputs: Any
+) -> ops.PreferenceLoss:
+    logps, lengths = definitions.linear_sequence_logps(**inputs)
+    counts = dict(zip(("chosen_lengths", "rejected_lengths"), lengths.chunk(2), strict=True))
+    return ops.preference_loss(*logps.chunk(2), ref_chosen_logps, ref_rejected_logps, objective, **counts)
 
 
 LOSSES = {"": ("logps",), ", entropy": ("entropy",), ", both": ("logps", "entropy")}
@@ -152,14 +155,22 @@ CALLS = {
     "linear_sequence_logps": Call(
         ops.linear_sequence_logps, definitions.linear_sequence_logps, packed_head, ALL, kept_rows=1000
     ),
-    "linear_preference_loss": Call(
-        ops.linear_preference_loss, composed_loss, head_of_pairs, ALL, loss=("loss",), kept_rows=1000
-    ),
+    **{
+        f"linear_preference_loss{name}": Call(
+            ops.linear_preference_loss,
+            composed_loss,
+            head_of_pairs,
+            ALL | dict(objective=ops.PreferenceObjective(losses)),
+            loss=("loss",),
+            kept_rows=1000,
+        )
+        for name, losses in {"": "sigmoid", " of lengths": ("ipo", "sft")}.items()
+    },
     "preference_loss": Call(
         ops.preference_loss, ops.preference_loss, sums_of_pairs, {}, ("chosen_logps", "rejected_logps"), ("loss",)
     ),
     **{
-        f"packed_attention {features}, {shape}": Call(
+        f"packed_attention {features}, {shape}, {len(needs)} gradients": Call(
             ops.packed_attention,
             definitions.packed_attention,
             functools.partial(queries, shape, "sinks" in needs),
@@ -169,11 +180,13 @@ CALLS = {
         )
         for features, shape, needs in (
             ("plain", "grouped", QKV),
+            ("plain", "grouped", ("value",)),
             ("plain", "wide values", QKV),
             ("window", "wide values", QKV),
             ("softcap", "grouped", QKV),
             ("sinks", "wide values", (*QKV, "sinks")),
             ("all", "grouped", (*QKV, "sinks")),
+            ("all", "wide values", ("key", "sinks")),
         )
     },
 }
@@ -362,7 +375,7 @@ def test_empty_inputs(name, run):
         if x.startswith("gradient of "):
             assert value.shape == inputs[x.removeprefix("gradient of ")].shape
             assert not value.any()
-        elif name != "linear_preference_loss":  # sums of sequences are zero
+        elif not name.startswith("linear_preference_loss"):  # sums of sequences are zero
             assert not value.any()
             assert len(value) == 0 or "sequence" in name
 
@@ -421,7 +434,7 @@ def test_nothing_is_scored(name, run):
     inputs = run.inputs(name)
     inputs["targets"].fill_(-100)
     for x, value in run(name, inputs).items():
-        assert not value.any() or (name == "linear_preference_loss" and not x.startswith("gradient of "))
+        assert not value.any() or (name.startswith("linear_preference_loss") and not x.startswith("gradient of "))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)

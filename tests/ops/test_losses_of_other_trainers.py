@@ -45,16 +45,6 @@ def test_losses_and_gradients_are_those_of_the_papers(name, pairs):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_extreme_margins_are_finite(name):
-    extremes = torch.tensor([-1e20, -1e4, -90.0, 0.0, 90.0, 1e4, 1e20])
-    c, r = (x.clone().requires_grad_() for x in torch.cartesian_prod(extremes, extremes).T)
-    zero, one = torch.zeros_like(c), torch.ones_like(c)
-    result = preference_loss(c, r, zero, zero, objective(name), chosen_lengths=one, rejected_lengths=one)
-    for x in (result.losses, *torch.autograd.grad(result.loss, (c, r))):
-        assert x.isfinite().all()
-
-
 def test_smoothing_of_cdpo_interpolates_between_both_preferences(pairs):
     c, r, ref_c, ref_r, *_ = pairs
     dpo = [preference_loss(*x).losses for x in ((c, r, ref_c, ref_r), (r, c, ref_r, ref_c))]

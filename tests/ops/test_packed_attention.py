@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import device_layout, pieces
@@ -159,14 +158,6 @@ def test_a_query_that_sees_only_itself_returns_its_value(groups, window, heads, 
         assert gradient.abs().max() <= 16 * floor(dtype)
 
 
-@pytest.mark.parametrize("scale", [1.7, -0.7, 0.0, 1e-39])  # the last is below the smallest normal float32
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", ["plain", "window", "softcap", "sinks"])
-def test_every_feature_of_pairs_at_any_scale(features, heads, scale):
-    rows = rows_of(GROUPS["pairs"])
-    assert_accurate(rows, attention_inputs(rows, heads), **options_of(features, heads), scale=scale)
-
-
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
 def test_every_feature_of_pairs_propagates_overflows(features, poison, path):
@@ -241,35 +232,6 @@ def test_completions_do_not_see_each_other(features, heads, path):
     for x in inputs:
         x[5:8] = NAN
     assert torch.equal(packed_attention(*inputs[:3], rows, **options)[8:], clean[8:])
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_under_checkpointing(use_reentrant):
-    rows = rows_of(GROUPS["pairs"])
-    query, key, value, upstream = attention_inputs(rows)
-    plain = output_and_gradients(packed_attention, query, key, value, upstream, rows)
-
-    def checkpointed(query, key, value, rows):
-        return checkpoint(packed_attention, query, key, value, rows, use_reentrant=use_reentrant)
-
-    again = output_and_gradients(checkpointed, query, key, value, upstream, rows)
-    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
-
-
-@pytest.mark.parametrize("features", ["plain", "all"])
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_only_what_needs_a_gradient_gets_one(heads, features):
-    rows = rows_of(GROUPS["pairs"])
-    *tensors, upstream = attention_inputs(rows, heads)
-    options = options_of(features, heads)
-    _, *expected = output_and_gradients(packed_attention, *tensors, upstream, rows, **options)
-    tensors += [options["sinks"]] if "sinks" in options else []
-    for i, gradient in enumerate(expected):
-        leaves = [x.clone().requires_grad_(i == j) for j, x in enumerate(tensors)]
-        given = {**options, "sinks": leaves[3]} if leaves[3:] else options
-        packed_attention(*leaves[:3], rows, **given).backward(upstream)
-        assert torch.equal(leaves[i].grad, gradient)
-        assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[i])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

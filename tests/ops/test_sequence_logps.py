@@ -1,34 +1,10 @@
-"""sequence_logps and linear_sequence_logps next to sums of token_logps. `test_contract.py` has the rest."""
+"""Sums and losses of sequences: precise, apart from each other, and of a layout. `test_contract.py` has the rest."""
 
-import pytest
 import torch
-import torch.nn.functional as F
 
-from fastdpo.ops import linear_logps, linear_sequence_logps, sequence_logps, token_logps
+from fastdpo import ops
+from fastdpo.ops import sequence_logps, token_logps
 from fastdpo.testing import error
-
-
-def packed_inputs(lengths, dtype=torch.float32, v=37, d=16):
-    """Hidden states, weight, bias, targets (some ignored) and the offsets of the sequences."""
-    n = sum(lengths)
-    targets = torch.randint(v, (n,))
-    targets[2::5] = -100
-    cu_seqlens = F.pad(torch.tensor(lengths, dtype=torch.long).cumsum(0), (1, 0))
-    floats = (torch.randn(n, d), torch.randn(v, d), torch.randn(v))
-    hidden, weight, bias = (x.to(dtype) for x in floats)
-    return dict(hidden=hidden, weight=weight, bias=bias, targets=targets, cu_seqlens=cu_seqlens)
-
-
-def test_equals_sums_of_token_logps():
-    inputs = packed_inputs([5, 1, 17, 3])
-    bounds = inputs.pop("cu_seqlens")
-    tokens = linear_logps(**inputs).logps
-    expected = torch.stack([part.double().sum() for part in tokens.split(bounds.diff().tolist())]).float()
-    assert torch.equal(linear_sequence_logps(**inputs, cu_seqlens=bounds).logps, expected)
-    logits = torch.randn(3, 7, 37)
-    targets = torch.randint(37, (3, 7))
-    expected = token_logps(logits, targets).logps.double().sum(1).float()
-    assert torch.equal(sequence_logps(logits, targets).logps, expected)
 
 
 def test_long_sums_are_taken_in_float64():
@@ -37,15 +13,27 @@ def test_long_sums_are_taken_in_float64():
     assert error(sequence_logps(logits, targets).logps, exact) <= torch.finfo(torch.float32).eps / 2
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 20])  # no tile kept, all tiles kept: the sum must not depend on it
-def test_policy_and_reference_are_bitwise_equal(budget):
-    inputs = packed_inputs([5, 1, 17, 3], torch.bfloat16)
-    reference = linear_sequence_logps(**inputs)
-    inputs |= {name: inputs[name].requires_grad_() for name in ("hidden", "weight", "bias")}
-    assert torch.equal(linear_sequence_logps(**inputs, memory_budget=budget).logps, reference.logps)
-
-
 def test_a_target_of_probability_zero_affects_only_its_sequence():
     logits = torch.zeros(2, 3, 4)
     logits[0, 1, 2] = -float("inf")
     assert sequence_logps(logits, torch.full((2, 3), 2)).logps.isinf().tolist() == [True, False]
+
+
+def test_losses_that_compare_pairs_and_losses_without_a_reference():
+    head = dict(hidden=torch.randn(8, 4), weight=torch.randn(9, 4), targets=torch.arange(8))
+    references = dict(ref_chosen_logps=-torch.rand(2), ref_rejected_logps=-torch.rand(2))
+    for loss, given in (("aot", references), ("simpo", {})):
+        objective = ops.PreferenceObjective(loss)
+        result = ops.linear_preference_loss(**head, **given, cu_seqlens=torch.arange(0, 9, 2), objective=objective)
+        assert result.loss.isfinite()
+
+
+def test_the_loss_of_a_layout():
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 4, 0, 0], [5, 6, 7, 10, 0], [5, 6, 3, 2, 1]])
+    layout = ops.pack_pairs(ids, ids != 0, ids.masked_fill((ids == 0) | (ids == 5), -100))
+    hidden, weight, refs = torch.randn(len(layout.token_index), 24), torch.randn(131, 24), torch.randn(2, 2)
+    scored = hidden[layout.label_index]
+    mine = ops.linear_preference_loss(scored, weight, layout.labels, layout.label_bounds, *refs)
+    logps = ops.linear_logps(hidden[layout.score_index], weight, layout.targets).logps
+    expected = ops.preference_loss(*layout.unpack(logps).double().sum(1).float().chunk(2), *refs)
+    torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)

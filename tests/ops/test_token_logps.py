@@ -175,18 +175,6 @@ def test_a_vocabulary_masked_with_minus_infinity(differentiate, words):
     assert (results.mean_logits[targets != -100] == -INF).all()
 
 
-def test_a_target_of_probability_zero(words):
-    logits, targets = 3 * torch.randn(1, words), torch.tensor([41])
-    logits[0, 41] = -INF
-    results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 1), ("logps",))
-    assert results.logps.item() == -INF
-    assert error(gradient, F.one_hot(targets, words) - logits.softmax(-1)) < 1e-6
-    assert not results.is_top1.item()
-    others = token_logps(logits[:, torch.arange(words) != 41], torch.tensor([0]), outputs=OUTPUTS)
-    for name in ("entropy", "log_sum_sq_probs"):
-        assert error(getattr(results, name), getattr(others, name)) < 1e-6
-
-
 def test_a_target_of_probability_one(words):
     logits, targets = torch.full((2, words), -INF), torch.tensor([3, words - 1])
     logits[[0, 1], targets] = torch.tensor([2.0, -700.0])
@@ -205,15 +193,6 @@ def test_a_gap_of_300_nats(dtype, words):
     assert gradient[0, :2].tolist() == [-1, 1]
     assert not gradient[:, 2:].any()
     assert gradient[1].abs().max().item() < 1e-100
-
-
-@pytest.mark.parametrize("shift", [-1e4, 1e4])
-def test_large_logits(shift):
-    logits = torch.tensor([[1.0, 2.0, 4.0]])
-    results, _ = results_and_gradient(token_logps, logits + shift, torch.tensor([0]), torch.ones(2, 1))
-    expected = token_logps(logits, torch.tensor([0]), outputs=OUTPUTS)
-    for name in ("logps", "entropy", "is_top1", "log_sum_sq_probs"):
-        assert torch.equal(getattr(results, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("option", ["plain", "softcap"])
