@@ -1,4 +1,4 @@
-"""`pack` equals a loop over tokens on known edge cases. tests/fuzz compares it on random batches."""
+"""What `pack` refuses, fills up and reads, and one layout in full. tests/fuzz compares random ones with a loop."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
 from tests.support.layouts import assert_layout_is_right
 
 # Tests describe a row of a batch by its ids and, for each id, its label or None.
+PROMPT = [5, 6, 7, 8]
 
 
 def padded(rows, left=(), length=None):
@@ -30,19 +31,6 @@ def padded(rows, left=(), length=None):
 def scored_answer(prompt, answer):
     """A row in which the answer is scored and the prompt is not."""
     return prompt + answer, [None] * len(prompt) + answer
-
-
-def test_reach_extends_the_positions():
-    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], length=9)
-    plain = pack_pairs(*batch)
-    for reach in (5, 6):  # the last token is not stored: positions go from 0 to 5
-        assert torch.equal(pack(*batch, groups=torch.tensor([0, 0]), reach=reach).position_ids, plain.position_ids)
-    layout = pack(*batch, groups=torch.tensor([0, 0]), reach=9)
-    assert layout.position_ids.tolist() == [*plain.position_ids.tolist(), 8]
-    assert layout.rows.tolist() == [*plain.rows.tolist(), [7, 0, 7, 1]]  # a separate row without a prefix
-    assert layout.multiplicity.tolist() == [*plain.multiplicity.tolist(), 0]
-    assert torch.equal(layout.score_index, plain.score_index)
-    assert layout.pack(batch[0]).shape == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -72,66 +60,6 @@ def test_too_few_tokens_raise(reach, least):
         pack(*batch, groups="pairs", reach=reach, tokens=least - 1)
 
 
-PROMPT = [5, 6, 7, 8]
-BATCHES = {  # rows of one group, and the number of stored tokens
-    "a pair": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], 4 + 2 + 1),
-    "three": (
-        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1]), scored_answer(PROMPT, [3, 3])],
-        4 + 2 + 1 + 1,
-    ),
-    "three with two beginnings": (
-        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1, 3]), scored_answer(PROMPT, [2, 1, 4, 5])],
-        4 + 2 + 2 + 1,
-    ),
-    "prompts behind a header": (
-        [scored_answer([*PROMPT, *prompt], answer) for answer in ([1, 2], [3, 4]) for prompt in ([1, 2], [3, 4])],
-        4 + (2 + 1 + 1) + (2 + 1 + 1),
-    ),
-    "two pairs with one answer in common": (
-        [scored_answer(PROMPT, answer) for answer in ([1, 2, 3], [1, 2, 3], [4, 5], [6, 7])],
-        4 + 2 + 1 + 1,
-    ),
-    "one row": ([scored_answer(PROMPT, [1, 2, 3])], 4 + 2),
-    "answers with a common prefix": (
-        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 4, 4])],
-        6 + 0 + 1,
-    ),
-    "identical answers": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 3])], 6),
-    "a first answer that is a prefix of the second": (
-        [scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2, 3, 4])],
-        5 + 2,
-    ),
-    "a second answer that is a prefix of the first": (
-        [scored_answer(PROMPT, [1, 2, 3, 4]), scored_answer(PROMPT, [1, 2])],
-        5 + 2,
-    ),
-    "an empty answer": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [])], 6),
-    "an empty first answer": ([scored_answer(PROMPT, []), scored_answer(PROMPT, [1, 2, 3])], 6),
-    "no prompt": ([([1, 2, 3], [None, 2, 3]), ([2, 2, 3], [None, 2, 3])], 2 + 2),
-    "prompts that differ": ([scored_answer([5, 6, 7, 8], [1, 2]), scored_answer([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
-    "prompts of different lengths": ([scored_answer([5, 6, 7], [8, 1]), scored_answer([5, 6], [9, 1])], 2 + 2 + 1),
-    "different labels on shared tokens": (
-        [(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])],
-        3,
-    ),
-    "a row without labels": ([scored_answer(PROMPT, [1, 2]), ([*PROMPT, 3, 3], [None] * 6)], 5),
-    "a first row without labels": ([([*PROMPT, 3, 3], [None] * 6), scored_answer(PROMPT, [1, 2])], 5),
-    "no labels at all": ([(PROMPT, [None] * 4), ([5, 6], [None] * 2)], 1),
-    "a row without tokens": ([scored_answer(PROMPT, [1, 2]), ([], [])], 5),
-}
-
-
-@pytest.mark.parametrize("left", [(), (0,), (1,), (0, 1, 2)], ids=str)  # rows that are padded on the left
-@pytest.mark.parametrize("name", BATCHES)
-def test_known_batches(name, left):
-    rows, tokens = BATCHES[name]
-    batch = padded(rows, left)
-    groups = torch.zeros(len(rows), dtype=torch.long)
-    layout = pack(*batch, groups=groups)
-    assert_layout_is_right(layout, batch, groups)
-    assert len(layout.token_index) == tokens
-
-
 def test_the_layout_of_a_pair():
     layout = pack_pairs(*padded([scored_answer([5, 6], [1, 2, 3]), scored_answer([5, 6], [4, 3])], left=(1,)))
     assert layout.token_index.tolist() == [0, 1, 2, 3, 5 + 3]
@@ -145,30 +73,6 @@ def test_the_layout_of_a_pair():
     assert dtypes.pop("rows") == torch.int32
     assert set(dtypes.values()) == {torch.int64}
     assert torch.equal(layout.mask, layout.rows[None, None])
-
-
-def test_pack_pairs_pairs_the_halves():
-    prompts = ([5, 6], [7, 8, 9])
-    rows = [scored_answer(prompt, answer) for answer in ([1, 2], [3, 4]) for prompt in prompts]
-    batch = padded(rows)
-    layout = pack_pairs(*batch)
-    assert_layout_is_right(layout, batch, torch.tensor([0, 1, 0, 1]))
-    assert len(layout.rows) == 4
-    assert_layout_is_right(pack_pairs(*batch, share=False), batch, torch.arange(4))
-
-
-def test_rows_of_different_groups_share_nothing():
-    batch = padded([scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2])])
-    for groups in (torch.tensor([0, 1]), torch.tensor([7, -3]), None):
-        layout = pack(*batch, groups=groups)
-        assert len(layout.token_index) == 2 * 5
-        assert not layout.rows[:, 1].any()
-
-
-def test_shared_positions_with_the_same_label_are_scored_once():
-    layout = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
-    scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
-    assert sorted(scored) == [(0, 1), (1, 2), (1, 9), (2, 3)]
 
 
 def test_large_ids_survive_merging():
@@ -193,17 +97,6 @@ def test_other_dtypes(mask_dtype):
             if isinstance(value, tuple | int)
             else (torch.equal(field, value) and field.dtype == value.dtype)
         )
-
-
-def test_pack_and_unpack():
-    ids, mask, labels = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], left=(0,))
-    layout = pack_pairs(ids, mask, labels)
-    assert layout.pack(ids).shape == (1, 7)
-    assert layout.pack(ids)[0].tolist() == [5, 6, 7, 8, 1, 2, 2]
-    unpacked = layout.unpack(layout.targets.double())
-    assert unpacked.shape == (2, 6)
-    scored = labels[:, 1:] != IGNORE_INDEX
-    assert torch.equal(unpacked, labels[:, 1:].double() * scored)
 
 
 def test_unpack_takes_values_in_the_order_of_labels_where_nothing_is_merged():
@@ -249,25 +142,6 @@ def test_unpack_is_differentiable():
     # The position that both rows score with the same label is read twice.
     assert sorted(readers.tolist()) == [1, 1, 1, 2]
     assert torch.equal(scored.grad, readers.double())
-
-
-def test_a_batch_without_labels_unpacks_to_differentiable_zeros():
-    layout = pack_pairs(*padded([(PROMPT, [None] * 4), (PROMPT[:2], [None] * 2)]))
-    assert len(layout.token_index) == len(layout.rows) == 1
-    scored = torch.randn(0, requires_grad=True)
-    unpacked = layout.unpack(scored)
-    assert unpacked.tolist() == [[0.0] * 3] * 2
-    unpacked.sum().backward()
-    assert scored.grad.shape == (0,)
-
-
-def test_sequences_of_one_token():
-    layout = pack(*padded([([5], [None]), ([6], [None])]))
-    assert layout.output_shape == (2, 0)
-    assert layout.unpack(torch.randn(0)).shape == (2, 0)
-    shifted = pack(*padded([([5], [3]), ([6], [None])]), shifted=True)
-    assert shifted.output_shape == (2, 1)
-    assert shifted.unpack(torch.ones(1)).tolist() == [[1.0], [0.0]]
 
 
 def test_a_label_after_the_last_token_is_scored_by_it():

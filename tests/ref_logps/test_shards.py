@@ -61,18 +61,9 @@ def altered(path, digest=True, **changes):
     save_file(tensors, path, metadata)
 
 
-INVALID = {
-    "half": ("be a whole safetensors file", lambda path: path.write_bytes(path.read_bytes()[:-20])),
-    "empty": ("be a whole safetensors file", lambda path: path.write_bytes(b"")),
-    "zeros": ("be a whole safetensors file", lambda path: path.write_bytes(bytes(path.stat().st_size))),
-    "header alone": ("be a whole safetensors file", lambda path: path.write_bytes(path.read_bytes()[:12])),
+INVALID = {  # what is cut, appended or flipped in a file stands in tests/fuzz/test_files.py
     "pickle": ("be a whole safetensors file", lambda path: path.write_bytes(pickle.dumps([1.0] * 12))),
     "torch file": ("be a whole safetensors file", lambda path: torch.save(loaded(path), path)),
-    "zeros at the end": (
-        "have the digest",
-        lambda path: path.write_bytes(path.read_bytes()[:-20] + bytes(20)),
-    ),
-    "another value": ("have the digest", lambda path: altered(path, digest=False, chosen=torch.zeros(6))),
     "no digest": ("have the digest", lambda path: altered(path, digest=False)),
     "no metadata": ("have the key", lambda path: save_file(loaded(path), path)),
     "another key": ("have the key", lambda path: save_file(loaded(path), path, {"key": "0" * 64})),
@@ -81,10 +72,6 @@ INVALID = {
     "no rows": ("hold {'rows'", lambda path: altered(path, rows=None)),
     "one more tensor": ("hold {'rows'", lambda path: altered(path, more=torch.zeros(6))),
     "a short one": ("hold {'rows'", lambda path: altered(path, rejected=torch.zeros(5))),
-    "two dimensions": (
-        "hold {'rows'",
-        lambda path: altered(path, **{name: x.view(2, 3) for name, x in loaded(path).items()}),
-    ),
     "a row too many": ("hold rows from 0 to 5", lambda path: altered(path, rows=torch.arange(1, 7))),
     "a negative row": ("hold rows from 0 to 5", lambda path: altered(path, rows=torch.arange(-1, 5))),
     "a row twice": ("hold each row once", lambda path: altered(path, rows=torch.tensor([0, 1, 2, 3, 4, 4]))),
@@ -241,11 +228,3 @@ def test_the_first_file_by_name_wins_if_two_have_the_same_row(tmp_path):
         shards.write(torch.tensor([0, 1]), torch.full((2, 2), value))
     first = min(shards.directory.glob("*.safetensors"))
     assert torch.equal(shards.read()[:, 0], loaded(first)["chosen"])
-
-
-def test_a_finished_cache_is_read_without_write_access(stored):
-    stored.parent.chmod(0o500)
-    try:
-        precompute(stored)
-    finally:
-        stored.parent.chmod(0o700)

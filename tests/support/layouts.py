@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from fastdpo.packing import IGNORE_INDEX, Layout
@@ -44,6 +45,7 @@ def assert_layout_is_right(
     columns = (layout.token_index % length).tolist()
     assert layout.position_ids.tolist() == (columns if count_padding else [len(x) - 1 for x in seen])
     assert mask.reshape(-1)[layout.token_index].all()
+    assert layout.pack(ids).tolist() == [stored]
 
     # Each output comes from a position that attends to exactly the tokens of its row up to there.
     assert layout.output_index.tolist() == [r * width + c for r, c in scored]
@@ -53,6 +55,7 @@ def assert_layout_is_right(
     pairs = list(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)  # no duplicates
     assert set(layout.output_source.tolist()) == set(range(len(pairs)))  # every score is used
+    assert torch.equal(layout.unpack(layout.targets), targets.masked_fill(targets == IGNORE_INDEX, 0))
 
     # A token that a scored position depends on is stored once for all rows of a group with the same tokens up to it,
     # and, if positions count the padding before, with the same padding.
