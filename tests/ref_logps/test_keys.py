@@ -3,7 +3,6 @@
 import copy
 import importlib
 import sys
-from collections import deque
 from functools import partial, wraps
 from types import MethodType
 
@@ -22,8 +21,7 @@ from trl.trainer.utils import disable_dropout_in_model
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.models.adapters import with_adapter
-from fastdpo.ref_logps import digests, keys, module_state
-from fastdpo.ref_logps.pairs import Pairs
+from fastdpo.ref_logps import keys, module_state
 from tests.support.ref_logps import tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 
@@ -103,9 +101,7 @@ def with_class(kind):
 OTHER = {
     "rotary frequencies": lambda: dict(model=with_frequencies(2)),
     "attention's scaling": lambda: dict(model=with_attribute("model.layers.1.self_attn.scaling", 0.5)),
-    "rotary scaling": lambda: dict(model=with_attribute("model.rotary_emb.attention_scaling", 1.5)),
     "norm's class": lambda: dict(model=with_class(MistralRMSNorm)),
-    "norm's epsilon by attribute": lambda: dict(model=with_attribute("model.norm.variance_epsilon", 1e-2)),
     "activation": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU())),
     "activation's option": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU("tanh"))),
     "function of a library": lambda: dict(model=with_attribute("model.norm.act", torch.nn.functional.silu)),
@@ -140,12 +136,6 @@ def test_every_relevant_input_changes_the_key(tmp_path):
         keys_by_input["autocast"] = key_of(tmp_path)
     assert "known" not in keys_by_input.values()
     assert len(set(keys_by_input.values())) == len(OTHER) + 2
-
-
-def test_a_new_version_changes_the_key(tmp_path, monkeypatch):
-    key_of(tmp_path)
-    monkeypatch.setattr(keys, "VERSION", "fastdpo.ref_logps/0")
-    assert key_of(tmp_path) != "known"
 
 
 def reloaded(directory):
@@ -241,41 +231,20 @@ class Doubled:
         return 2 * torch.nn.functional.silu(x)
 
 
-def with_hook(model):
-    model.model.norm.register_forward_hook(doubled)
-    return model
-
-
 def with_pre_hook(model):
     model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     return model
 
 
-def with_forward(model):
+def with_forward(model, bind=MethodType):
     mlp = model.model.layers[0].mlp
-    mlp.forward = MethodType(doubled_after(type(mlp).forward), mlp)
+    mlp.forward = bind(doubled_after(type(mlp).forward), mlp)
     return model
 
 
-def with_forward_under_accelerate(model):
-    return hooked(with_forward(model))
-
-
-def with_partial(model):
-    mlp = model.model.layers[0].mlp
-    mlp.forward = partial(doubled_after(type(mlp).forward), mlp)
-    return model
-
-
-def with_function(model):
+def with_activation(model, function):
     del model.model.layers[0].mlp.act_fn
-    model.model.layers[0].mlp.act_fn = lambda x: 2 * torch.nn.functional.silu(x)
-    return model
-
-
-def with_object(model):
-    del model.model.layers[0].mlp.act_fn
-    model.model.layers[0].mlp.act_fn = Doubled()
+    model.model.layers[0].mlp.act_fn = function
     return model
 
 
@@ -283,6 +252,16 @@ def with_hook_on_an_adapter(model):
     model = get_peft_model(model, LoraConfig(**LORA))
     model.get_base_model().model.layers[0].self_attn.v_proj.register_forward_hook(doubled)
     return model
+
+
+UNKNOWN = {
+    "hook on an adapter": with_hook_on_an_adapter,
+    "pre-hook": with_pre_hook,
+    "forward under accelerate": lambda model: hooked(with_forward(model)),
+    "partial": lambda model: with_forward(model, partial),
+    "function": lambda model: with_activation(model, lambda x: 2 * torch.nn.functional.silu(x)),
+    "object": lambda model: with_activation(model, Doubled()),
+}
 
 
 class Wrapper(torch.nn.Module):
@@ -316,16 +295,10 @@ def test_a_model_with_a_hook_on_the_peft_wrapper_is_not_cached():
     assert "runs doubled" in (keys.uncacheable_reason(model) or "")
 
 
-UNKNOWN = [
-    with_hook_on_an_adapter,
-    *(with_hook, with_pre_hook, with_forward, with_forward_under_accelerate),
-    *(with_partial, with_function, with_object),
-]
-
-
-@pytest.mark.parametrize("changed", UNKNOWN)
-def test_a_model_with_custom_functions_is_not_cached(changed, tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_model_with_custom_functions_is_not_cached(name, tmp_path, caplog, monkeypatch):
     """A key cannot identify such a function, because it could read any variable."""
+    changed = UNKNOWN[name]
     plain = ref_logps.precompute(tiny_model(), tokens(4), cache_dir=tmp_path)
     expected = ref_logps.precompute(changed(tiny_model()), tokens(4))
     assert not torch.equal(expected.chosen, plain.chosen)
@@ -360,17 +333,6 @@ def test_another_version_of_a_package_changes_the_key(monkeypatch):
             module_state, "version_of", lambda x, own=package: "0" if x.startswith(f"{own}.") else version_of(x)
         )
         assert keys.model_digest(tiny_model()) != plain
-
-
-def test_a_function_of_a_library_is_identified_by_what_it_is_bound_to():
-    def bound(*values):
-        return keys.model_digest(with_attribute("model.norm.pad", partial(torch.nn.functional.pad, pad=values)))
-
-    assert len({bound(1, 2), bound(1, 3), bound(1, 2, 3)}) == 3
-    assert bound(1, 2) == bound(1, 2)
-    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.queue", deque())) or "")
-    pad = partial(torch.nn.functional.pad, deque())
-    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.pad", pad)) or "")
 
 
 def test_a_function_that_the_package_kernels_has_made_a_module():
@@ -448,33 +410,3 @@ def test_the_error_names_a_weight_that_cannot_be_read(tmp_path):
     cpu_offload(model.model.layers[0].mlp.up_proj)
     with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\.up_proj\.weight cannot be read"):
         ref_logps.precompute(model, tokens(2), cache_dir=tmp_path)
-
-
-def test_tensor_digests_depend_on_dtype_and_shape():
-    tensors = [
-        torch.zeros(2, 3),
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, dtype=torch.int32),
-        torch.zeros(6),
-        torch.ones(6),
-    ]
-    assert len({digests.tensor_digest("x", x) for x in tensors}) == 5
-    assert digests.tensor_digest("x", torch.arange(6.0).view(2, 3).T) == digests.tensor_digest(
-        "y", torch.arange(6.0).view(2, 3).T.contiguous()
-    )
-    assert digests.tensor_digest("x", torch.tensor(1.0)) != digests.tensor_digest("x", torch.tensor([1.0]))
-
-
-def test_token_digests_depend_on_columns_and_rows():
-    def digest(*rows) -> str:
-        return Pairs([dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)) for row in rows]).digest
-
-    digests_of_tokens = [
-        digest(([1], [2], [3])),
-        digest(([1, 2], [], [3])),
-        digest(([1], [2, 3], [])),
-        digest(([1], [2], [3]), ([], [], [])),
-        digest(([1], [2], []), ([], [], [3])),
-        digest(),
-    ]
-    assert len(set(digests_of_tokens)) == len(digests_of_tokens)
