@@ -289,16 +289,6 @@ def test_a_library_is_inspected_once(installed, monkeypatch):
     packed_attention(*(x[:20] for x in inputs()[:3]), torch.tensor([[0, 0, 0, 20]], dtype=torch.int32))
 
 
-def test_a_prepared_layout_follows_the_named_backend(installed, monkeypatch):
-    installed()
-    assert prepared(*inputs()) == "flash-attn-3"
-    monkeypatch.setenv(routes.VARIABLE, "flash-attn-2")
-    assert prepared(*inputs()) == "flash-attn-2"
-    assert_right(inputs())
-    monkeypatch.delenv(routes.VARIABLE)
-    assert prepared(*inputs()) == "flash-attn-3"
-
-
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
     """Tunes on the CPU: the times of backends, in milliseconds."""
@@ -318,6 +308,20 @@ def tuned(monkeypatch, tmp_path):
     tuning.forget()
 
 
+def test_wrong_libraries_are_not_timed_and_none_where_one_is_named(installed, tuned, monkeypatch):
+    installed(faults=("no softcap",))
+    assert prepared(*inputs(), softcap=2.0) == "triton"
+    assert prepared(*inputs()) == "flash-attn-2"
+    assert [choice.timed for choice in tuning.made().values()] == [["triton"], [*sorted(tuned, key=tuned.get)]]
+    assert "packed_attention torch.float16 T 64 H 4 H_kv 2 D 16 D_v 16 windowed False capped False" in {
+        call.noted for call in tuning.made()
+    }
+    tuning.forget()
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-3")
+    assert prepared(*inputs()) == "flash-attn-3"
+    assert not tuning.made()
+
+
 def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
     installed()
     describe, described = flash.varlen_layout, []
@@ -331,7 +335,7 @@ def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, 
     assert sum(described) == len(ALL) + 1  # each candidate, and the route
 
 
-def test_a_prepared_layout_follows_the_deterministic_mode(installed, tuned):
+def test_a_prepared_layout_follows_the_settings(installed, tuned, monkeypatch):
     """The stand-ins check that the backward is asked for a deterministic result."""
     installed()
     for deterministic, name in ((False, "flash-attn-2"), (True, "flash-attn-3"), (False, "flash-attn-2")):
@@ -341,12 +345,12 @@ def test_a_prepared_layout_follows_the_deterministic_mode(installed, tuned):
             assert_right(inputs())
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def test_a_prepared_layout_follows_the_tuning(installed, tuned, monkeypatch):
-    installed()
-    assert prepared(*inputs()) == "flash-attn-2"
     monkeypatch.setenv(tuning.VARIABLE, "0")
+    assert prepared(*inputs()) == "flash-attn-3"
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-4")
+    assert prepared(*inputs()) == "flash-attn-4"
+    assert_right(inputs())
+    monkeypatch.delenv(routes.VARIABLE)
     assert prepared(*inputs()) == "flash-attn-3"
 
 

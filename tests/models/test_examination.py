@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fastdpo
 from fastdpo.models import compiled
-from fastdpo.models.contents import containers_in, digest_of, plain_members
 from fastdpo.models.deciding import FREE_EXAMINATIONS
 from fastdpo.models.examine import probe
 from fastdpo.models.examine.snapshot import restored
@@ -270,13 +269,3 @@ def test_a_snapshot_restores_and_names_what_changed():
     with restored(module) as changed:
         pass
     assert changed == []
-
-
-def test_what_modules_hold_is_found():
-    inside: list = [1, {2}]
-    assert [*containers_in([inside])] == [inside, {2}]
-    assert plain_members({"a": (1, 2.0), "b": object()}) == plain_members({"a": (1, 2.0), "b": object()})
-    assert plain_members([1]) != plain_members([True]), "of another type"
-    assert digest_of(torch.zeros(2)) == digest_of(torch.zeros(2)) != digest_of(torch.ones(2))
-    assert digest_of(torch.zeros((), dtype=torch.bfloat16)) is not None
-    assert digest_of(torch.zeros(2, device="meta")) is None

@@ -183,49 +183,6 @@ def test_a_mixer_that_calls_other_functions_is_detected(monkeypatch, name):
     attention.restore(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "mamba"])
-def test_kernels_run_on_whole_rows(monkeypatch, float64, name):
-    """They stand for known functions where their packages are installed, and get padded rows as in
-    other training.
-    """
-    model = switched(name, torch.float64)
-    attention.restore(model)
-    mixer, rows = finding.mixers_of(model)[0], []
-
-    def kernel_of(torch_function):
-        is_new_implementation = True
-
-        def kernel(*args, **kwargs):
-            rows.append(len(args[0]))
-            return torch_function(*args, **kwargs) if is_new_implementation else None
-
-        return kernel
-
-    for function, original in finding.functions_of(mixer).items():
-        monkeypatch.setitem(finding.forward_of(type(mixer)).__globals__, function, kernel_of(original))
-    attention.switch(model)
-    ids, mask, layout = pairs()
-    found = results(model, ids, mask, layout, packed=True)
-    assert set(rows) == {len(layout.rows)}
-    assert largest_error(found, results(model, ids, mask, layout, packed=False)) < EXACT
-    attention.restore(model)
-
-
-def test_kernels_for_a_whole_mixer_do_not_get_packed_tokens(monkeypatch):
-    """They are taken in training, and know nothing of layouts."""
-    model = tiny_family("bamba").train()
-    namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
-    taken = []
-    monkeypatch.setitem(namespace, "mamba2_split_conv1d_scan_combined", lambda *args, **kwargs: taken.append(1))
-    attention.switch(model)
-    ids, mask, layout = pairs()
-    model.base_model(**attention.inputs_of(layout, ids))
-    assert not taken
-    model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
-    assert taken
-    attention.restore(model)
-
-
 def test_mixers_are_found_by_rule():
     for name in FUSED:
         model = tiny_family(name)

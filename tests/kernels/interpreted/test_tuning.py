@@ -1,7 +1,6 @@
 """Candidates are checked and timed before one is chosen, on the CPU as a device, with a planted clock."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
 from fastdpo.ops.head import tile_format
-from tests.support.stand_ins import flash_libraries
 from tests.support.workers import tuning as worker
 from tests.support.workers.processes import run_ranks
 
@@ -110,8 +108,9 @@ def test_a_candidate_with_wrong_values_or_that_does_not_compile_is_not_timed(clo
     assert tuning.made()[CALL].measured == {"a": 10.0, "b": "wrong values on a small case"}
 
 
+@pytest.mark.parametrize("builtin", "ab")
 @pytest.mark.parametrize("runs", [0, 3])
-def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, clock):
+def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, builtin, clock):
     launches = iter(range(9))
 
     def launch():
@@ -119,15 +118,9 @@ def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, clock):
             raise torch.OutOfMemoryError("at the size of the call")
 
     clock({"a": 10.0, "b": 1.0})
-    assert choose(candidate("a"), candidate("b", run=launch)) == "a"
+    assert choose(candidate("a"), candidate("b", run=launch), builtin=builtin) == "a"
+    assert notes.read(CPU).choices[CALL.noted]["name"] == "a"
     assert tuning.made()[CALL].measured["b"] == "OutOfMemoryError: at the size of the call"
-
-
-def test_a_builtin_choice_that_cannot_be_run_is_not_chosen(clock):
-    clock({"b": 9.0, "c": 8.0})
-    broken = candidate("a", run=raising(AssertionError("no softcap")))
-    assert choose(broken, candidate("b"), candidate("c")) == "c"
-    assert notes.read(CPU).choices[CALL.noted]["name"] == "c"
 
 
 def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_path):
@@ -136,12 +129,6 @@ def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_pa
     assert choose(*broken) == "a"
     assert tuning.made()[CALL].timed == []
     assert not list(tmp_path.iterdir())
-
-
-def test_a_noted_choice_that_could_not_be_run_is_measured_again(clock):
-    clock({"a": 10.0, "b": 8.0})
-    notes.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": "AssertionError: ", "b": 1.0}}})
-    assert choose(candidate("a"), candidate("b")) == "b"
 
 
 @pytest.mark.parametrize(("withdrawn", "remaining"), [("b", "c"), ("c", "b")])
@@ -186,7 +173,10 @@ def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
 
 @pytest.mark.parametrize(
     "choice",
-    [None, {}, {"name": "b"}, {"name": "b", "measured": ["b"]}, {"name": "d", "measured": {"a": 1.0, "b": 2.0}}],
+    [
+        *(None, {}, {"name": "b"}, {"name": "b", "measured": ["b"]}, {"name": "d", "measured": {"a": 1.0, "b": 2.0}}),
+        {"name": "a", "measured": {"a": "AssertionError: ", "b": 1.0}},  # it could not be run
+    ],
 )
 def test_an_invalid_note_is_measured_again(choice, clock):
     clock({"a": 10.0, "b": 8.0})
@@ -373,6 +363,7 @@ def test_warps_that_fail_in_a_step_are_replaced_once(chosen_warps, monkeypatch, 
 
 
 def test_a_head_whose_kernels_all_fail_in_a_step_is_computed_by_pytorch(chosen_warps, monkeypatch, caplog):
+    """Unless in strict mode, in which it raises."""
     calls = fails_in_a_step(monkeypatch)
     for _ in range(2):
         assert_head_is_right()
@@ -381,14 +372,9 @@ def test_a_head_whose_kernels_all_fail_in_a_step_is_computed_by_pytorch(chosen_w
         "fastdpo: the kernel token_logps is disabled"
     ]
     assert not tile_format.TileFormat.of(head()[1], torch.float16).triton
-
-
-def test_in_strict_mode_a_head_without_kernels_raises(chosen_warps, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
-    fails_in_a_step(monkeypatch)
-    for _ in range(2):
-        with pytest.raises(NotFused, match=r"the kernel token_logps is disabled .*RuntimeError: invalid argument"):
-            assert_head_is_right()
+    with pytest.raises(NotFused, match=r"the kernel token_logps is disabled .*RuntimeError: invalid argument"):
+        assert_head_is_right()
 
 
 @pytest.mark.parametrize("wanted", ["logps", "entropy"])
@@ -462,79 +448,6 @@ def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round
     found, exact = (op(*head()).logps for op in (compiled, definitions.linear_logps))
     torch.testing.assert_close(found, exact.float(), rtol=2e-3, atol=2e-3)
     assert warps_of_head() == (noted or FEW)
-    assert not ran
-
-
-class Library:
-    """fastdpo's kernels under another name. Counts calls."""
-
-    needs_probe = True
-
-    def __init__(self):
-        self.calls, self.error = 0, 0.0
-
-    def unsupported_reason(self, query, value, options):
-        return None
-
-    def call(self, *arguments):
-        call = routes.OWN.call(*arguments)
-
-        def forward(*tensors):
-            self.calls += 1
-            out, lse = call.forward(*tensors)
-            return out * (1 + self.error), lse
-
-        def backward(*tensors):
-            self.calls += 1
-            return call.backward(*tensors)
-
-        return SimpleNamespace(describe=call.describe, forward=forward, backward=backward)
-
-
-@pytest.fixture
-def library(monkeypatch):
-    library = Library()
-    monkeypatch.setattr(routes, "BACKENDS", {"library": library, "triton": routes.OWN})
-    flash_libraries.forget()
-    yield library
-    flash_libraries.forget()
-
-
-def attend():
-    torch.manual_seed(0)
-    query, key = torch.randn(9, 4, 16, requires_grad=True), torch.randn(9, 2, 16)
-    rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
-    found, exact = (
-        torch.autograd.grad(op(query, key, key, rows).square().sum(), query)[0]
-        for op in (ops.packed_attention, definitions.packed_attention)
-    )
-    torch.testing.assert_close(found, exact)
-
-
-@pytest.mark.parametrize("fastest", ["library", "triton"])
-def test_attention_runs_its_fastest_backend(fastest, library, clock, one_round):
-    clock({"library": 2.0, "triton": 2.0, fastest: 1.0})
-    attend()
-    calls = library.calls
-    attend()
-    assert library.calls == calls + (2 if fastest == "library" else 0)
-    ((call, choice),) = tuning.made().items()
-    assert call.noted == "packed_attention torch.float32 T 16 H 4 H_kv 2 D 16 D_v 16 windowed False capped False"
-    assert choice.name == fastest
-
-
-def test_a_wrong_library_is_not_timed(library, clock, caplog):
-    library.error = 0.01
-    ran = clock({})
-    attend()  # there is one backend left, so that nothing is to be chosen
-    assert "library is disabled for head sizes 16 and 16: wrong values" in caplog.text
-    assert "library" not in ran
-
-
-def test_a_selected_backend_is_not_tuned(library, clock, monkeypatch):
-    monkeypatch.setenv(routes.VARIABLE, "library")
-    ran = clock({})
-    attend()
     assert not ran
 
 
