@@ -177,7 +177,10 @@ def counting_callback() -> TrainerCallback:
     def on_step_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         training.done, training.left = state.global_step - first, state.max_steps - state.global_step
 
-    return callback(on_train_begin=on_train_begin, on_step_begin=on_step_begin)
+    def on_train_end(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        training.left = None  # for other loops of the process
+
+    return callback(on_train_begin=on_train_begin, on_step_begin=on_step_begin, on_train_end=on_train_end)
 
 
 def existing_instances(*kinds: type) -> list[Any]:

@@ -96,6 +96,7 @@ def test_what_a_trainer_and_its_checkpoint_say(tmp_path):
             )
             trainer.train(str(tmp_path / "out" / "checkpoint-2") if resumed else None)
             found.append(left.found)
+            assert pace.training().left is None  # of a loop that follows
     assert found == [[(0, 4), (1, 3), (2, 2), (3, 1)], [(0, 2), (1, 1)]]
     (state,) = (tmp_path / "out" / "checkpoint-2").glob("trainer_state.json")
     assert json.loads(state.read_text())["stateful_callbacks"][DECIDED] == {"policy": True}
