@@ -172,7 +172,8 @@ class _Replay(torch.autograd.Function):
         ctx.recording, ctx.inputs = recording, inputs
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(index, *used)  # whose versions are compared before the backward
-        return recording.run_forward(ctx).index_select(0, index)
+        ctx.mark = object()  # the memory would keep `ctx`, and so the model, of a forward without a backward
+        return recording.run_forward(ctx.mark).index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad):
@@ -181,9 +182,9 @@ class _Replay(torch.autograd.Function):
             with torch.autocast(*ctx.autocast):
                 hidden = run_layers(recording.backbone, ctx.inputs)[0].index_select(0, index)
             return None, None, None, *torch.autograd.grad(hidden, used, grad, create_graph=True)
-        if recording.memory.owner is not ctx:  # another replay, or an earlier backward
+        if recording.memory.owner is not ctx.mark:  # another replay, or an earlier backward
             recording.fill(ctx.inputs)
-            recording.run_forward(ctx)
+            recording.run_forward(ctx.mark)
         recording.upstream.zero_()[0].index_add_(0, index, grad)
         return None, None, None, *recording.run_backward()
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import re
+import weakref
 from contextlib import contextmanager
 from types import MethodType
 
@@ -314,6 +315,17 @@ def test_a_weight_that_was_written_to_before_the_backward(recorder):
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_forward_without_a_backward_keeps_no_model(recorder):
+    model = fastdpo.prepare(llama())
+    for given in BATCHES:
+        step(model, given)
+    loss_of(model, BATCHES[0])
+    weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def scale(model):
