@@ -163,10 +163,6 @@ class Graphs:
             latest, self._latest[key] = self._latest.get(key), inputs
             if latest is None or self._is_full or not pace.is_recorded(size, self._seen[key[1:]]):
                 return None
-            if not has_room(inputs["input_ids"].device):
-                self._is_full = True
-                self._say(Reason("graphs-memory", tokens=size))
-                return None
             recording = self._new(basis, latest, inputs, size, 2 + self._rooms[key], trained, pace)
             self._replaced += key in self._made
             self._made.add(key)
@@ -194,6 +190,10 @@ class Graphs:
         """
         backbone = basis.backbone
         try:
+            if not has_room(inputs["input_ids"].device):
+                self._is_full = True
+                self._say(Reason("graphs-memory", tokens=size))
+                return None
             if have_hooks(basis.tensors):  # since the verdict
                 raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
             with pace.making() as make, torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):

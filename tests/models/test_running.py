@@ -179,6 +179,22 @@ def test_recordings_leave_room(monkeypatch, recorder, caplog):
     assert "the device has no memory for a recording of 80 tokens [graphs-memory]" in line
 
 
+def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, caplog):
+    """As those that replace torch's own: what a recording may take cannot be known, and nothing is raised."""
+    caplog.set_level("INFO", "fastdpo")
+
+    def has_room(device):
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+
+    monkeypatch.setattr(running.graphs, "has_room", has_room)
+    model = fastdpo.prepare(llama())
+    for given in BATCHES:
+        step(model, given)
+    assert recorder.made == 0
+    (line,) = [x for x in caplog.messages if "no CUDA graphs" in x]
+    assert "Calling snapshot with backend:cudaMallocAsync is not meaningful" in line
+
+
 def test_an_error_without_recordings_is_raised(monkeypatch):
     model = fastdpo.prepare(llama())
     out_of_memory_at(monkeypatch, 1)
