@@ -123,6 +123,13 @@ class CompiledLayers:
             vars(layer).pop("_compiled_call_impl", None)
         self.found, self.layers = [], []
 
+    def fail(self, module: nn.Module, error: Exception) -> None:
+        """Notes that the layers run as they are since a module has raised an error, and logs the first one."""
+        if self.reason is None:
+            message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self.reason = Reason("compiled-error", layer=type(module).__name__, error=message)
+            self.report(self.reason)
+
     def report(self, reason: Reason) -> None:
         """Logs why the layers run as they are. In strict mode, raises `NotFused` if the user has asked for it."""
         message = f"{self.name}: layers not compiled, {reason.named}"
@@ -154,11 +161,8 @@ class CompiledLayers:
         try:
             output = compiled_run(BACKEND)(layer, args, kwargs)
         except _errors() as error:
-            message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             vars(layer).pop("_compiled_call_impl")  # the other layers until the next batch: they may be computed again
-            if self.reason is None:
-                self.reason = Reason("compiled-error", layer=type(layer).__name__, error=message)
-                self.report(self.reason)
+            self.fail(layer, error)
             return layer._call_impl(*args, **kwargs)
         finally:
             _compiler.call = None

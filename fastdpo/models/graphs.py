@@ -134,6 +134,10 @@ class Graphs:
         calls[self._integration, self._kind, "replayed"] += 1
         return recording.states(inputs, index)
 
+    def begin_training(self) -> None:
+        """Counts the batches of another training. Recordings stay."""
+        self._seen.clear()
+
     def forget(self) -> None:
         """Drops all recordings."""
         for known in (self._bases, self._recordings, self._latest):

@@ -132,14 +132,17 @@ class Pace:
     Args:
         training: that it is a part of.
         now: a clock in seconds.
+        has_backward: whether they have gradients.
 
     Attributes:
         calls: their number.
         trials: of recordings.
     """
 
-    def __init__(self, training: Training, now: Callable[[], float] = time.perf_counter) -> None:
-        self.training, self._now = training, now
+    def __init__(
+        self, training: Training, now: Callable[[], float] = time.perf_counter, *, has_backward: bool = True
+    ) -> None:
+        self.training, self._now, self._has_backward = training, now, has_backward
         self.calls, self.trials = 0, list[Trial]()
         self._last: float | None = None
         self._between: deque[float] = deque(maxlen=2 * WARM_UP)
@@ -175,11 +178,15 @@ class Pace:
 
     def is_recorded(self, tokens: int, seen: int) -> bool:
         """Whether a recording of a number of tokens that was seen so often is expected to pay."""
-        if self.between == torch.inf:
+        if self.between == torch.inf or not self._has_optimizer():
             return False
         saved, cost = self._expected(tokens), self._recording_seconds or RECORDING_SECONDS + 4 * self.between
         is_enough = saved > LEAST_SAVING * self.between
         return is_enough and saved * self.training.further(seen - 1) > MARGIN * cost and self._may_lose(cost)
+
+    def _has_optimizer(self) -> bool:
+        """Whether an optimizer has made a step, if one will. How much memory it takes is not known before."""
+        return self.training.done > 0 or not (self._has_backward or self.training.left)
 
     def _may_lose(self, seconds: float) -> bool:
         """Whether so many seconds are little, with those that were lost before, in relation to the training."""
@@ -233,9 +240,9 @@ class Pace:
             return False
         return median(self._lately) > SLOWER * self._at_first
 
-    def saving(self, before: float, after: float, has_backward: bool) -> float:
+    def saving(self, before: float, after: float) -> float:
         """The part of the time between two calls that a faster forward saves, whose backward takes twice as long."""
-        passes = 3 if has_backward else 1
+        passes = 3 if self._has_backward else 1
         return min(passes * (before - after) / self.between, 1 - after / before)
 
     def gain_of_compiling(self, parameters: int, noted: Compiled | None) -> float:

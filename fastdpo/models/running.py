@@ -59,8 +59,13 @@ class Runner:
         self._begin(pace.training())
 
     def _begin(self, training: pace.Training) -> None:
+        """Decides anew, for a training that begins."""
+        if self._compile == "auto":
+            self._run_as_they_are()
+        if self.graphs is not None:
+            self.graphs.begin_training()
         self._training, self._step = training, 0
-        self._paces = {has_gradients: Pace(training) for has_gradients in (True, False)}
+        self._paces = {has_backward: Pace(training, has_backward=has_backward) for has_backward in (True, False)}
         self._is_decided = self._compile != "auto"
         self._ballots = [Ballot(f"{self._name}: {x}") for x in ("compile", "keep")]
         self._is_tried = self._may_replay = False
@@ -100,7 +105,7 @@ class Runner:
             self._begin(pace.training())
         self._pace = self._paces[torch.is_grad_enabled()]
         self._pace.call()
-        if not self._is_decided and self._training.done != self._step:
+        if not self._is_decided and self._training.done != self._step and self._pace is self._deciding:
             self._step = self._training.done
             self._decide(model)
         if self.compiled is not None:
@@ -112,7 +117,7 @@ class Runner:
 
     def states(self, verdict: Any, inputs: Inputs, index: Tensor) -> Tensor | None:
         """The states [N, D] of some tokens of a batch, if the call replays a graph; None if the layers run."""
-        if self._is_tried:
+        if self._is_tried and self._pace is self._deciding:
             self._try(verdict.backbone, inputs)
         if self.graphs is None or not self._may_replay:
             return None
@@ -130,57 +135,69 @@ class Runner:
         if self.graphs is not None:
             self.graphs.forget()
 
+    @property
+    def _deciding(self) -> Pace:
+        """The calls by which layers are compiled: those with gradients, if there are any."""
+        return self._paces[True] if self._paces[True].calls else self._paces[False]
+
     def _decide(self, model: PreTrainedModel) -> None:
         """Compiles the layers if that is known to pay, or has them tried if it is expected to, on all ranks alike."""
         settled = self._training.settled.get(self._name)
         if settled is not None:
             self._settle(settled, "as the checkpoint says")
-        elif self._saving is not None:
-            saving = self._ballots[1].smallest(self._step, self._saving)
-            if saving is not None:
-                pays = saving > LEAST_SAVING
-                self._settle(pays, f"which saves {saving:.0%} of a step" if pays else "which would not pay")
+            return
+        if self._saving is None and not self._is_tried:
+            self._ask(model)
+        saving = None if self._saving is None else self._ballots[1].smallest(self._step, self._saving)
+        if saving is not None:
+            pays = saving > LEAST_SAVING
+            self._settle(pays, f"which saves {saving:.0%} of a step" if pays else "which would not pay")
+
+    def _ask(self, model: PreTrainedModel) -> None:
+        """If layers are expected to pay on all ranks, takes what they save from the notes, or has them tried."""
+        if not self._key:
+            self._parameters = sum(x.numel() for x in model.parameters())
+            self._key = f"{type(model).__name__} of {self._parameters} parameters in {model.dtype}"
+            self._noted = notes.read(model.device).layers.get(self._key)
+        gain = self._deciding.gain_of_compiling(self._parameters, self._noted)
+        if self._ballots[0].smallest(self._step, gain if gain > 0 else None) is None:
+            return
+        if self._noted is not None:  # which other ranks may lack
+            self._saving = self._noted.saving
         else:
-            if not self._key:
-                self._parameters = sum(x.numel() for x in model.parameters())
-                self._key = f"{type(model).__name__} of {self._parameters} parameters in {model.dtype}"
-                self._noted = notes.read(model.device).layers.get(self._key)
-            calls = self._paces[True] if self._paces[True].calls else self._paces[False]
-            gain = calls.gain_of_compiling(self._parameters, self._noted)
-            agreed = self._ballots[0].smallest(self._step, gain if gain > 0 else None)
-            if agreed is not None and self._noted is not None:
-                self._settle(True, f"which saved {self._noted.saving:.0%} of a step before")
-            elif agreed is not None:
-                self.compiled, self._is_tried = CompiledLayers(self._name, is_asked=False), True
+            self.compiled, self._is_tried = CompiledLayers(self._name, is_asked=False), True
 
     def _try(self, backbone: nn.Module, inputs: Inputs) -> None:
-        """Measures by forward passes without gradients what compiled layers save of one batch."""
-        compiled, self._is_tried, device = self.compiled, False, inputs["input_ids"].device
+        """Measures by forward passes without gradients what compiled layers save of one batch. An error decides for the
+        layers as they are, and is not noted.
+        """
+        compiled, self._is_tried, self._saving = self.compiled, False, 0.0
         if compiled is None or compiled.reason is not None:
             return
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            run = partial(pace.seconds, lambda: backbone(**inputs), device)
-            first, pairs = run(), []
-            for _ in range(PAIRS):
-                after = run()
-                with compiled.as_they_are():
-                    pairs.append((run(), after))
-        before, after = (median(x) for x in zip(*pairs, strict=True))
-        saving, cost = self._pace.saving(before, after, torch.is_grad_enabled()), GRAPHS * first
-        notes.note(device, layers={self._key: Compiled(cost, saving)})
-        left = self._pace.between * self._training.further(self._pace.calls)
-        self._saving = saving if saving * left > MARGIN * (cost - first) else 0.0
+        try:
+            first, before, after = _times(compiled, backbone, inputs)
+        except Exception as error:  # no training ends by a trial
+            compiled.fail(backbone, error)
+        else:
+            if compiled.reason is None:
+                saving, cost = self._pace.saving(before, after), GRAPHS * first
+                notes.note(inputs["input_ids"].device, layers={self._key: Compiled(cost, saving)})
+                left = self._pace.between * self._training.further(self._pace.calls)
+                self._saving = saving if saving * left > MARGIN * (cost - first) else 0.0
         self._pace.interrupt()
-        compiled.restore()
-        self.compiled = None
+        self._run_as_they_are()
+
+    def _run_as_they_are(self) -> None:
+        if self.compiled is not None:
+            self.compiled.restore()
+            self.compiled = None
 
     def _settle(self, compiles: bool, why: str) -> None:
         self._is_decided, self._training.settled[self._name] = True, compiles
         if compiles and self.compiled is None:
             self.compiled = CompiledLayers(self._name, is_asked=False)
-        if self.compiled is not None and not compiles:
-            self.compiled.restore()
-            self.compiled = None
+        if not compiles:
+            self._run_as_they_are()
         for each in self._paces.values():
             each.change()
         if self.graphs is not None:
@@ -190,3 +207,17 @@ class Runner:
             "fastdpo: %s: layers are %s from step %d on, %s; compile=%s decides otherwise, and FASTDPO_AUTO=0 nothing",
             *(self._name, state, self._step + 1, why, other),
         )
+
+
+def _times(compiled: CompiledLayers, backbone: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
+    """The seconds of a forward pass that compiles layers, of one by the layers as they are, and of one by those."""
+    device = inputs["input_ids"].device
+    run = partial(pace.seconds, lambda: backbone(**inputs), device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        first, pairs = run(), []
+        for _ in range(PAIRS):
+            after = run()
+            with compiled.as_they_are():
+                pairs.append((run(), after))
+    before, after = (median(x) for x in zip(*pairs, strict=True))
+    return first, before, after

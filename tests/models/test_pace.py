@@ -130,7 +130,7 @@ class Trained:
         """As `Runner` does."""
         world = self.world
         before, after = (self.measured(world.layers(tokens, compiled) / 3) for compiled in (False, True))
-        saving, first = self.pace.saving(before, after, True), world.compiling / GRAPHS
+        saving, first = self.pace.saving(before, after), world.compiling / GRAPHS
         if self.noted is None and world.is_noted and self.pace.between < torch.inf:
             self.noted = Compiled(world.compiling, saving)
         if self.compiled or self.pace.gain_of_compiling(int(5e8), self.noted) <= 0:
@@ -330,3 +330,19 @@ def test_one_rank_has_its_own_number():
     ballot = Ballot("alone")
     assert ballot.smallest(0, None) is None
     assert ballot.smallest(1, 2.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("has_backward", "left", "is_first"),
+    [(True, 1000, False), (False, 1000, False), (True, None, False), (False, None, True)],
+    ids=["policy", "reference", "custom loop", "evaluation"],
+)
+def test_nothing_is_recorded_before_an_optimizer_has_its_memory(has_backward, left, is_first):
+    """The first step may accumulate more batches than are needed for a decision."""
+    training = Training(left=left)
+    found = Pace(training, (i / 100 for i in range(100)).__next__, has_backward=has_backward)
+    for _ in range(20):
+        found.call()
+    assert found.is_recorded(TOKENS, 1000) == is_first
+    training.done = 1
+    assert found.is_recorded(TOKENS, 1000)

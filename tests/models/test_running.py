@@ -107,6 +107,94 @@ def test_layers_that_cannot_be_compiled(speed, caplog):
     assert [x for x in caplog.messages if "layers not compiled, " in x and "[compiled-hooks]" in x]
 
 
+def test_an_error_in_a_trial(speed, monkeypatch, caplog):
+    """It neither ends the training, nor is it noted for later ones."""
+    caplog.set_level("INFO", "fastdpo")
+
+    def seconds(run, device):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(running.pace, "seconds", seconds)
+    model = prepared(speed)
+    states, _ = train(model, 8)
+    assert states == 16 * [False]
+    assert "layers not compiled, torch cannot compile LlamaModel as one graph: OutOfMemoryError: planted" in caplog.text
+    assert pace.training().settled == {"fastdpo.score (policy)": False}
+    assert not notes.read(model.device).layers
+
+
+def test_layers_that_torch_fails_to_compile_in_a_trial(speed, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(compiled, "BACKEND", fails)
+    model = prepared(speed)
+    states, _ = train(model, 8)
+    assert states == 16 * [False]
+    assert pace.training().settled == {"fastdpo.score (policy)": False}
+    assert not notes.read(model.device).layers
+
+
+def test_calls_without_gradients_that_come_first_in_a_step(speed):
+    """They are not what decides: a backward saves more than they."""
+    model = prepared(speed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for given in BATCHES * 2:
+        with torch.no_grad():
+            loss_of(model, given)
+        step(model, given)
+        optimizer.step()
+    assert all(is_compiled(model))
+    (noted,) = notes.read(model.device).layers.values()
+    assert noted.saving == pytest.approx(0.5)
+
+
+def test_a_batch_that_is_not_packed_in_the_step_of_a_trial(speed):
+    """The next packed batch is tried."""
+    model = prepared(speed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i in range(8):
+        given = BATCHES[i % len(BATCHES)]
+        if i == 5:
+            given = given[0], torch.ones_like(given[1]).index_fill_(1, torch.tensor([1]), 0), given[2]
+        step(model, given)
+        optimizer.step()
+    assert pace.training().settled == {"fastdpo.score (policy)": True}
+    fastdpo.prepare(model, compile=False)
+    assert not any(is_compiled(model))
+
+
+def test_ranks_with_other_notes_decide_together(speed, monkeypatch):
+    """One that has noted what compiled layers save waits for one that has to try."""
+    votes = [], []
+    model = prepared(speed)
+    key = f"LlamaForCausalLM of {sum(x.numel() for x in model.parameters())} parameters in {model.dtype}"
+    notes.note(model.device, layers={key: notes.Compiled(1.0, 0.3)})
+    for ballot, seen in zip(state_of(model).runner._ballots, votes, strict=True):
+        monkeypatch.setattr(ballot, "smallest", lambda step, number, seen=seen: (seen.append(number), number)[1])
+    monkeypatch.setattr(state_of(model).runner._ballots[1], "smallest", lambda step, number: votes[1].append(number))
+    states, _ = train(model, 8)
+    assert states == 16 * [False]
+    assert {*votes[1]} == {0.3}
+
+
+def test_a_second_training_decides_anew(speed, monkeypatch, recorder):
+    """It begins as the first one, and the layers can be restored after it."""
+    monkeypatch.setenv(notes.VARIABLE, "0")
+    seen = []
+    monkeypatch.setattr(Pace, "is_recorded", lambda self, tokens, number: seen.append(number))
+    model = prepared(speed)
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(pace, "trainings", [pace.Training()])
+        seen.clear()
+        found.append(train(model, 8)[0])
+        assert max(seen) == 16
+    assert found == [8 * [False] + 8 * [True]] * 2
+    fastdpo.prepare(model, compile=False)
+    assert not any(is_compiled(model))
+
+
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_training_that_is_resumed_begins_settled(speed, decided):
     model = prepared(speed)
