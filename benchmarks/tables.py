@@ -16,6 +16,7 @@ from tabulate import tabulate
 from benchmarks.case_runner import INCORRECT, UNAVAILABLE
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import (
+    AUTO,
     BUDGET,
     FLOOR,
     GRAPHS,
@@ -186,8 +187,10 @@ def sides_table(result: Result) -> str:
 
 
 def gpu_table(result: Result) -> str:
-    """One row per case of the suite `step` on a GPU: TRL as shipped next to fastdpo, without and with its options."""
-    sides = SUBJECT, LAYERS_COMPILED, GRAPHS, GRAPHS_OF_COMPILED
+    """One row per case of the suite `step` on a GPU: TRL as shipped next to fastdpo, as it decides and with each fixed
+    choice.
+    """
+    fixed = SUBJECT, LAYERS_COMPILED, GRAPHS, GRAPHS_OF_COMPILED
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
@@ -196,10 +199,12 @@ def gpu_table(result: Result) -> str:
         def show(x: Result, of_trl: Result | None = of_trl) -> str:
             return _median(x) + (f", {of_trl['value'] / x['value']:.2f}x" if of_trl else "")
 
-        cells = [cell(case, name, seconds, show) for name in sides]
+        best = min((seconds[name]["value"] for name in fixed if name in seconds), default=0)
+        of_best = f"{seconds[AUTO]['value'] / best:.2f}" if best and AUTO in seconds else ""
+        cells = [cell(case, AUTO, seconds, show), of_best, *(cell(case, name, seconds, show) for name in fixed)]
         of_memory = [cell(case, name, peaks, lambda peak: f"{peak / MIB:,.0f}") for name in (STOCK, SUBJECT)]
         rows.append([case["name"], cell(case, STOCK, seconds, _median), *cells, *of_memory])
-    headers = ["step", STOCK, *sides, "MiB of TRL", "of fastdpo"]
+    headers = ["step", STOCK, AUTO, "its time / that of the best choice", *fixed, "MiB of TRL", "of fastdpo"]
     on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
     what = "A step without the optimizer, of 8 pairs, in bfloat16, and its speedup over TRL"
     note = f"{what}: {on}, {result['date'][:10]}."

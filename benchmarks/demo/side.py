@@ -8,7 +8,6 @@ patched side exits with code 3 unless every call of policy and reference was fus
 
 import argparse
 import json
-import logging
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainerState
 from trl import DPOConfig, DPOTrainer
 
+from benchmarks import messages
 from benchmarks.machine import bfloat16, commit, machine, versions
 from fastdpo.commands.check.meters import PeakMemory, TokenCounter, now, timed
 from fastdpo.data.files import load_preferences
@@ -58,17 +58,6 @@ class Recorder(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.bar.close()
-
-
-class LoggedMessages(logging.Handler):
-    """Collects the messages that fastdpo logs, to print them if a call was not fused."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def build_trainer(args: argparse.Namespace) -> DPOTrainer:
@@ -142,14 +131,12 @@ def main() -> None:
     args = parser.parse_args()
 
     packages = ["torch", "transformers", "trl", "datasets", "accelerate"]
-    logged = LoggedMessages()
+    logged: list[str] = []
     if args.side == "fastdpo":
         import fastdpo
 
         packages.append("fastdpo")
-        logger = logging.getLogger("fastdpo")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(logged)
+        logged = messages.collected()
         print(fastdpo.patch())
 
     result = {"side": args.side, "versions": versions(*packages), "commit": commit()}
@@ -161,8 +148,8 @@ def main() -> None:
         failure = describe_unfused_calls(fastdpo.calls, args.steps)
     args.out.write_text(json.dumps(result, indent=1))
     if failure:
-        messages = "\n".join(logged.messages) or "nothing"
-        print(f"Not every call was fused: {failure}.\nfastdpo logged: {messages}")
+        shown = "\n".join(logged) or "nothing"
+        print(f"Not every call was fused: {failure}.\nfastdpo logged: {shown}")
         sys.exit(EXIT_NOT_FUSED)
 
 

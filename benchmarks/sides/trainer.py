@@ -6,6 +6,7 @@ The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils as trl_utils
 
 import fastdpo
+from benchmarks import messages
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
@@ -36,6 +38,11 @@ from fastdpo.models.pace import Pace
 
 SEEN = 2
 """How often each number of tokens must be seen before all of its batches are replayed."""
+
+STEPS_LEFT, SETTLING = 22_926, 110
+"""Steps of a training by TRL's defaults, three epochs of the 61,135 pairs of UltraFeedback, 8 a step; and how many of
+them it takes until `compile="auto"` has decided, and has seen that steps are not slower. The turns of others would be.
+"""
 
 STEPS_OF_LEARNING = 3
 """After which steps of equal lengths have the micro-batches that `max_tokens="auto"` has chosen."""
@@ -142,6 +149,7 @@ class TrainerStep:
         max_tokens: option of `fastdpo.patch`.
         layers_compiled: whether fastdpo compiles the layers.
         graphs: whether fastdpo replays CUDA graphs, for all batches once they are checked.
+        decides: whether fastdpo decides about both by itself, in a training that is `SETTLING` steps old.
         compiled: whether the trainer compiles the models, as with `DPOConfig(torch_compile=True)`.
         liger: whether Liger's kernels replace layers of the policy, as with `DPOConfig(use_liger_kernel=True)`.
     """
@@ -163,6 +171,7 @@ class TrainerStep:
         max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
         graphs: bool = False,
+        decides: bool = False,
         compiled: bool = False,
         liger: bool = False,
     ) -> None:
@@ -170,16 +179,17 @@ class TrainerStep:
             raise Unavailable(f"transformers finds no package for {attention}")
         if liger and not (torch.cuda.is_available() and is_liger_kernel_available()):
             raise Unavailable("Liger's layers need a GPU and liger-kernel")
-        if graphs and self.LAUNCHES and not torch.cuda.is_available():
+        if (graphs or decides) and self.LAUNCHES and not torch.cuda.is_available():
             raise Unavailable("CUDA graphs need a GPU")
         self.options = {"use_liger_kernel": liger, "torch_compile": compiled}
-        self.fused, self.graphs = mode == "fastdpo", graphs
+        self.fused, self.graphs, self.decides = mode == "fastdpo", graphs, decides
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
-            compile = layers_compiled or ("auto" if graphs else False)
-            chosen = mock.patch.multiple(Pace, is_recorded=lambda *_: graphs, is_kept=lambda *_: graphs)
-            chosen.start()  # where they pay is not the question
-            weakref.finalize(self, chosen.stop)
+            compile = layers_compiled or ("auto" if graphs or decides else False)
+            if not decides:
+                chosen = mock.patch.multiple(Pace, is_recorded=lambda *_: graphs, is_kept=lambda *_: graphs)
+                chosen.start()  # where they pay is not the question
+                weakref.finalize(self, chosen.stop)
             fastdpo.patch(self.TRAINER, share_prompts=share_prompts, max_tokens=max_tokens, compile=compile)
         self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
         self.labelled = score_labelled_positions() if mode == "labelled" else None
@@ -193,6 +203,7 @@ class TrainerStep:
         references = [] if self.reference is None else [self.reference]
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.tokens_of_batches: dict[int, int] = {}  # by batch, those of its last step
+        self.messages = self.settled = list[str]()
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> Any:
         return build_trainer(workload, directory, attention, **self.options)
@@ -230,11 +241,16 @@ class TrainerStep:
 
     def check(self) -> Arrays:
         """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
-        if self.options["torch_compile"] or self.graphs:
+        if self.options["torch_compile"] or self.graphs or self.decides:
             self.count_once()
-        for _ in range(SEEN if self.graphs else 0):
+        if self.decides:
+            self.trainer.state.max_steps = STEPS_LEFT
+            self._say("on_train_begin")
+            self.messages = messages.collected()
+        for _ in range(-(-SETTLING // self.batches) if self.decides else SEEN if self.graphs else 0):
             self._run_all()
         arrays = self._check()
+        self.settled = self.decided()
         for counter in self.counters:
             counter.take()
         return arrays
@@ -250,8 +266,9 @@ class TrainerStep:
                 scores[name].append(self._in_order(of_batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
-        replayed = {(*called, "replayed") for *called, _ in self.FUSED if self.graphs}
-        if self.fused and set(fastdpo.calls) != self.FUSED | replayed:
+        replayed = {(*called, "replayed") for *called, _ in self.FUSED}
+        made = set(fastdpo.calls) - (replayed if self.decides else set())
+        if self.fused and made != self.FUSED | (replayed if self.graphs else set()):
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
         arrays = {name: torch.cat(values) for name, values in scores.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
@@ -259,7 +276,14 @@ class TrainerStep:
 
     def _run(self, batch: int) -> torch.Tensor:
         """The loss."""
+        if self.decides:
+            self._say("on_step_begin")
+            self.trainer.state.global_step += 1
         return self.trainer.training_step(self.model, dict(self.inputs[batch]))
+
+    def _say(self, event: str) -> None:
+        """Has the trainer call its callbacks, as `train()` does."""
+        getattr(self.trainer.callback_handler, event)(self.trainer.args, self.trainer.state, self.trainer.control)
 
     def step(self, batch: int) -> None:
         self._run(batch)
@@ -291,6 +315,10 @@ class TrainerStep:
         self.model.zero_grad(set_to_none=True)
         self.trainer._metrics["train"].clear()
 
+    def decided(self) -> list[str]:
+        """What fastdpo has said about the decisions of this process, with what it has measured."""
+        return [x for x in self.messages if re.search("layers|CUDA graphs", x)]
+
     def prove(self) -> None:
         """Checks that the steps were those that the side is named after, as far as their numbers do not show it.
 
@@ -301,6 +329,8 @@ class TrainerStep:
             raise RuntimeError("the side must run compiled code; nothing was compiled")
         if self.labelled is not None and not self.labelled["asked"]:
             raise RuntimeError("the side must score labelled positions only; TRL's head was not told")
+        if self.decides and not self.settled:
+            raise RuntimeError("the side must decide by itself; fastdpo has decided nothing")
         runs = self.trainer.model.config._attn_implementation
         if self.attention in FLASH and runs != self.attention:
             raise RuntimeError(f"the side must run {self.attention}; its model runs {runs}")
@@ -309,7 +339,9 @@ class TrainerStep:
             raise RuntimeError(f"the side must share no prompts; of {counts[0]} tokens it computed {counts[1]}")
 
     def facts(self) -> dict[str, Any]:
-        """Tokens per step in the backbones of policy and reference, including padding."""
+        """Tokens per step in the backbones of policy and reference, including padding, and what was decided."""
         self.prove()
         of_batches = [self.tokens_of_batches[batch] for batch in sorted(self.tokens_of_batches)]
-        return {"tokens": sum(of_batches) / max(len(of_batches), 1), "tokens_of_batches": of_batches}
+        found = {"tokens": sum(of_batches) / max(len(of_batches), 1), "tokens_of_batches": of_batches}
+        decided = {"decided": self.settled, "decided_while_timed": self.decided()[len(self.settled) :]}
+        return found | (decided if self.decides else {})

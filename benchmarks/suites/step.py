@@ -16,6 +16,7 @@ STOCK_COMPILED = "TRL, compiled"
 STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
 LAYERS_COMPILED = "fastdpo, compiled layers"
 GRAPHS, GRAPHS_OF_COMPILED = "fastdpo, CUDA graphs", "fastdpo, CUDA graphs of compiled layers"
+AUTO = "fastdpo, patch() alone"
 UNSHARED = "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 TRAINER = "benchmarks.sides.trainer:TrainerStep"
@@ -33,6 +34,8 @@ DESCRIPTIONS = {
     LAYERS_COMPILED: "with `compile=True`, and without graphs.",
     GRAPHS: "with CUDA graphs of the layers as they are, once all batches are replayed.",
     GRAPHS_OF_COMPILED: "with CUDA graphs of compiled layers.",
+    AUTO: "the trainer after `fastdpo.patch()`, which decides about layers and graphs by itself: in a training of as "
+    "many steps as three epochs of UltraFeedback have, after its first 110, in which the batches of a case take turns.",
     UNSHARED: "with `share_prompts=False`.",
     BUDGET: "with a `max_tokens` of half of the distinct tokens of the batch.",
     FLOOR: "the model's own layers on the distinct tokens and the bare matrix products of the head, without softmax, "
@@ -62,11 +65,13 @@ BOUNDS = 2, 1536  # tokens of a prompt or completion
 PAIRS, GPU_PAIRS = 6, 8  # on a GPU, TRL's default
 
 GPU_SIZE = ModelSize(24, 896, 4864, 14, 2, 151_936)  # Qwen2.5-0.5B
+GPU_LARGE = ModelSize(36, 4096, 12_288, 32, 8, 151_936)  # Qwen3-8B
 GPU_MODELS = {  # size, LoRA, gradient checkpointing, datasets
     "0.5B, full": (GPU_SIZE, False, False, tuple(PROFILES)),
     "0.5B, full, checkpointing": (GPU_SIZE, False, True, tuple(PROFILES)),
     "1.5B, full, checkpointing": (ModelSize(28, 1536, 8960, 12, 2, 151_936), False, True, SHORT),  # Qwen2.5
-    "8B, LoRA, checkpointing": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True, SHORT),  # Qwen3
+    "8B, LoRA, checkpointing": (GPU_LARGE, True, True, SHORT),
+    "8B, LoRA": (GPU_LARGE, True, False, SHORT),
 }
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": LengthProfile(40, 2.15)}
@@ -123,6 +128,7 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
         Side(LAYERS_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True}),
         Side(GRAPHS, TRAINER, work, {"mode": "fastdpo", "graphs": True}),
         Side(GRAPHS_OF_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True, "graphs": True}),
+        Side(AUTO, TRAINER, work, {"mode": "fastdpo", "decides": True}),
     )
 
 

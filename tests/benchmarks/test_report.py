@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import plots, report, tables
-from benchmarks.suites import SUITES
+from benchmarks.cases import SUBJECT
+from benchmarks.suites import SUITES, step
 from benchmarks.summary import summarize
 
 
@@ -227,6 +228,15 @@ def test_the_page_of_results_begins_with_at_most_six_rows():
     lines = tables.speedups_table(report.results()).splitlines()
     assert 1 < sum(line.startswith("|") for line in lines) <= 2 + 6
     assert all(len(line.split("|")) - 2 <= 5 for line in lines if line.startswith("|"))
+
+
+def test_the_table_of_a_gpu_compares_what_was_decided_with_the_best_choice(result):
+    seconds = {step.STOCK: 8.0, SUBJECT: 4.0, step.GRAPHS_OF_COMPILED: 2.0, step.AUTO: 2.2}
+    sides = {name: samples(x, x) | {"status": "measured"} for name, x in seconds.items()}
+    cases = [{"name": "a case", "group": "0.5B", "facts": {}, "sides": sides}]
+    on_gpu = {"cases": cases, "summary": summarize(cases), "machine": {"accelerator": "a GPU"}}
+    row = cells(tables.gpu_table(result | on_gpu), "a case")
+    assert row[1:6] == ["8.00 s", "2.20 s, 3.64x", "1.10", "4.00 s, 2.00x", "2.00 s, 4.00x"]
 
 
 def test_text_is_filled_in_between_its_markers(result):

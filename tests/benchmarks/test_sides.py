@@ -1,5 +1,6 @@
 """A side of a trainer is what its name says, or it fails."""
 
+import re
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from transformers.integrations import liger
 from trl.trainer import utils as trl_utils
 
 import fastdpo
+from benchmarks.sides import trainer
 from benchmarks.sides.budget import BudgetStep
 from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from benchmarks.suites import step
-from fastdpo.models import calls
+from fastdpo.models import calls, pace
+from tests.support.kernels import recorder
 
 WORK = Workload((((8, 4, 3), (5, 2, 6)),), size=step.QUICK_SIZE)
 
@@ -96,6 +99,30 @@ def test_a_side_that_shares_no_prompts_computes_all_tokens(checked):
     side.prove()
     side.shares = False
     with pytest.raises(RuntimeError, match=r"must share no prompts; of .* tokens it computed"):
+        side.prove()
+
+
+def test_a_side_that_decides_trains_until_it_has(checked, monkeypatch):
+    """In the place of a GPU, with recordings that always pay."""
+
+    class Decides(TrainerStep):
+        LAUNCHES = False
+
+    recorder.install(monkeypatch)
+    monkeypatch.setattr(trainer, "SETTLING", 12)
+    monkeypatch.setattr(pace, "COMPILING_SECONDS", float("inf"))
+    side = checked(Decides, "fastdpo", decides=True)
+    assert pace.training().done == trainer.SETTLING
+    assert pace.training().left == trainer.STEPS_LEFT - trainer.SETTLING - 2  # those in which tokens were counted
+    side.step(0)
+    side.reset()
+    facts = side.facts()
+    roles = [re.search(r"\((\w+)\): recorded batches of up to 32 tokens", x)[1] for x in facts["decided"]]
+    assert roles == ["policy", "reference"]
+    assert not facts["decided_while_timed"]
+    assert fastdpo.calls["trl.DPOTrainer", "policy", "replayed"] > trainer.SETTLING // 2
+    side.settled.clear()
+    with pytest.raises(RuntimeError, match="must decide by itself"):
         side.prove()
 
 
