@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -54,15 +52,6 @@ def suggested(name: str, names: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the known name that is most similar to it, if any is."""
     similar = difflib.get_close_matches(name, [*names], n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
-
-
-def checked_path(op: str, argument: str, value: object, rule: str) -> Path:
-    """The path that a string or an `os.PathLike` names."""
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str):
-        raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
-    require(bool(path.strip()) and "\0" not in path, op, argument, rule, repr(path))
-    return Path(path)
 
 
 def require_flags(op: str, **flags: object) -> None:

@@ -41,9 +41,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "logs": set(),
     "accuracy": set(),
     "testing": {"accuracy"},
-    "storage": {"atomic_files", "checks", "reasons"},
     "data": {"checks"},
-    "lengths": {"checks", "data"},
     "ops.devices": set(),
     "ops.second_derivatives": set(),
     "ops.choice": {"accuracy", "atomic_files", "distributed", "logs", "ops.devices"},
@@ -54,21 +52,20 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "ops.definitions": {"ops.attention", "ops.head", "ops.losses"},
     "metrics": {"checks", "ops"},
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
-    "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
-    "integrations": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "prefix_tree"}
-    | {"reasons", "ref_logps", "row_forms", "storage"},
+    "ref_logps": {"atomic_files", "checks", "data", "distributed", "logs", "models", "ops", "packing", "reasons"},
+    "integrations": {"checks", "data", "distributed", "logs", "models", "ops", "packing", "prefix_tree"}
+    | {"reasons", "ref_logps", "row_forms"},
     "commands": {
         "accuracy",
         "checks",
         "data",
         "integrations",
-        "lengths",
         "logs",
         "models",
         "ops",
         "packing",
     }
-    | {"reasons", "ref_logps", "storage", "testing"},
+    | {"reasons", "ref_logps", "testing"},
 }
 """A part that stands inside of another one has arrows of its own. An arrow to a part reaches those inside it."""
 

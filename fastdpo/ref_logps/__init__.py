@@ -13,6 +13,7 @@ In the order of a run:
     pairs.py         the pairs, their truncation, and the batches that they are run in
     keys.py          whether and under which key values are stored, with module_state.py (what a model's
                      outputs depend on) and digests.py (hashes of configurations and tensors)
+    lengths.py       the lengths of pairs, and how many tokens they cost
     shards.py        the files of a key
     scoring.py       a model that scores pairs
     passes.py        one pass over the pairs that are not stored yet
@@ -24,6 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,6 @@ from ..data.columns import require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.support import rope_reason
-from ..storage import checked_directory
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs
 from .passes import TOKENS_PER_BATCH, RefLogps
@@ -114,10 +115,7 @@ def precompute(
         if isinstance(ld_alpha, bool) or not isinstance(ld_alpha, Real) or not 0 <= ld_alpha <= 1:
             raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha!r}")
         ld_alpha = float(ld_alpha)
-    directory = None
-    if cache_dir is not None:
-        rule = "be the path of a directory, or None"
-        directory = checked_directory("precompute", "cache_dir", cache_dir, rule)
+    directory = None if cache_dir is None else _directory(cache_dir)
     checks.require_positive_integer("precompute", "tokens_per_batch", tokens_per_batch)
     base = parts.base_of(model, "precompute")
     _require_values(base)
@@ -173,6 +171,25 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
     if not names.isdisjoint(OUTPUTS):
         raise ValueError(f"with_ref_logps: dataset must not have {' and '.join(OUTPUTS)} yet; got {sorted(names)}")
     return result
+
+
+def _directory(cache_dir: object) -> Path:
+    """The directory that a string or an `os.PathLike` names, which need not exist.
+
+    Raises:
+        TypeError, ValueError: it names none, is a URL, or is a file.
+    """
+    op, argument, rule = "precompute", "cache_dir", "be the path of a directory, or None"
+    path = os.fspath(cache_dir) if isinstance(cache_dir, os.PathLike) else cache_dir
+    if not isinstance(path, str):
+        raise TypeError(f"{op}: {argument} must {rule}; got {checks.shown(cache_dir)}")
+    checks.require(bool(path.strip()) and "\0" not in path, op, argument, rule, repr(path))
+    is_url = isinstance(cache_dir, str) and "://" in path
+    advice = f"{path!r}, a URL: mount the storage, or copy its files to a directory"
+    checks.require(not is_url, op, argument, rule, advice)
+    is_file = os.path.exists(path) and not os.path.isdir(path)
+    checks.require(not is_file, op, argument, rule, f"{str(Path(path))!r}, which is a file")
+    return Path(path)
 
 
 def _require_values(base: PreTrainedModel) -> None:

@@ -20,8 +20,8 @@ from ..data.columns import (
     require_dataset,
     require_truncation,
 )
-from ..lengths import PairLengths
 from ..packing import IGNORE_INDEX
+from .lengths import PairLengths
 
 if TYPE_CHECKING:
     from datasets import Dataset

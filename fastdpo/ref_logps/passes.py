@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import storage
+from .. import atomic_files
 from ..distributed import largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
@@ -66,10 +66,10 @@ def run(
     """
     values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
     if shards is not None:
-        storage.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
+        atomic_files.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
     if not (values == MISSING).any():
         return _split(values)
-    if shards is not None and cache_disabled(storage.unusable_reason(shards.directory)):
+    if shards is not None and cache_disabled(shards.unusable_reason()):
         shards = None
     failure = _fill(values, score, pairs, shards, bounds, description)
     values = largest_of_ranks(values, device)

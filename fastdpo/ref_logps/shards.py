@@ -1,5 +1,5 @@
-"""The files that store values: safetensors, written atomically, and used only after a check of
-their contents.
+"""The files that store values: safetensors, written under a temporary name and then renamed, so that
+they are finished or do not exist for readers, and used only after a check of their contents.
 
     <cache directory>/<key>/<random name>.safetensors
         rows      int64 [n]    indices of rows of the dataset, each once
@@ -20,14 +20,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .. import storage
-from ..storage import invalid_file
+from .. import atomic_files
+from ..reasons import Reason
+
+SUFFIX = ".safetensors"
+"""The end of the names of files. Other files are left alone."""
 
 MISSING = -torch.inf
 DTYPES = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
@@ -48,6 +52,23 @@ class Shards:
     key: str
     n_rows: int
 
+    def files(self) -> list[Path]:
+        """The finished files, sorted by name. None in a directory that does not exist or cannot be listed."""
+        return sorted(self.directory.glob(f"*{SUFFIX}"))
+
+    def unusable_reason(self) -> Reason | None:
+        """Returns why files cannot be stored, or None if they can: creates the directory if needed, writes and deletes
+        a file, and lists it.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            next(self.directory.iterdir(), None)
+            with atomic_files.temporary(self.directory, bytes(4096)) as probe:
+                probe.unlink()
+        except OSError as error:
+            return Reason("cache-directory", directory=self.directory, error=error)
+        return None
+
     def read(self) -> Tensor:
         """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file
         has the row.
@@ -62,7 +83,7 @@ class Shards:
         return values
 
     def _stored(self) -> Iterator[tuple[Path, Tensor, Tensor]]:
-        for path in storage.files(self.directory):
+        for path in self.files():
             try:
                 yield path, *self._load(path)
             except FileNotFoundError:
@@ -72,7 +93,7 @@ class Shards:
         """Stores the values [n, 2] of these rows [n] in a new file. Raises OSError if that fails."""
         tensors = {"rows": rows.long(), "chosen": values[:, 0].contiguous(), "rejected": values[:, 1].contiguous()}
         metadata = {"key": self.key, "digest": digest_of(tensors)}
-        storage.write(self.directory, safetensors.torch.save(tensors, metadata))
+        atomic_files.write(self.directory / f"{uuid4().hex}{SUFFIX}", safetensors.torch.save(tensors, metadata))
 
     def merge(self, values: Tensor) -> None:
         """Replaces several files by one with all rows.
@@ -80,7 +101,7 @@ class Shards:
         Deletes only files that could be read. Two processes may do this at the same time: a file with all rows is
         only deleted when there is another one before it.
         """
-        if len(storage.files(self.directory)) > 1:
+        if len(self.files()) > 1:
             stored = [(path, len(rows)) for path, rows, _ in self._stored()]
             complete = next((path for path, n in stored if n == self.n_rows), None)
             if complete is None:
@@ -93,10 +114,10 @@ class Shards:
         rows, chosen, rejected = _read_file(path, self.key).values()
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
-            raise invalid_file(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
+            raise _invalid(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
         if len(rows.unique()) != len(rows):
             repeated = f"{len(rows) - len(rows.unique())} of {len(rows)} repeated"
-            raise invalid_file(path, "hold each row once", repeated)
+            raise _invalid(path, "hold each row once", repeated)
         return rows, torch.stack([chosen, rejected], 1)
 
 
@@ -107,27 +128,38 @@ def _read_file(path: Path, key: str) -> dict[str, Tensor]:
         ValueError: the file was not written so, cannot be read, or has a value that is not finite.
         FileNotFoundError: the file does not exist any more.
     """
-    data = storage.read(path)
     try:
+        data = path.read_bytes()  # not memory-mapped: an I/O error would then kill the process with SIGBUS
         tensors = safetensors.torch.load(data)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _invalid(path, "be readable", error) from error
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise invalid_file(path, "be a whole safetensors file", error) from error
+        raise _invalid(path, "be a whole safetensors file", error) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.pop("__metadata__", {})
     if metadata.get("key") != key:
-        raise invalid_file(path, f"have the key {key}", metadata.get("key"))
+        raise _invalid(path, f"have the key {key}", metadata.get("key"))
     actual = {name: entry["dtype"] for name, entry in header.items()}
     shapes = {tuple(entry["shape"]) for entry in header.values()}
     if actual != DTYPES or len(shapes) != 1 or len(next(iter(shapes))) != 1:
         rule = f"hold {DTYPES}, all of one length"
-        raise invalid_file(path, rule, f"{actual} of shapes {sorted(shapes)}")
+        raise _invalid(path, rule, f"{actual} of shapes {sorted(shapes)}")
     tensors = {name: tensors[name] for name in DTYPES}
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
     if not finite.all():
-        raise invalid_file(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
+        raise _invalid(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
     if metadata.get("digest") != digest_of(tensors):
-        raise invalid_file(path, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
+        raise _invalid(path, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
     return tensors
+
+
+def _invalid(path: Path, rule: str, actual: object) -> ValueError:
+    return ValueError(
+        f"ref_logps: {path} must {rule}; got {actual}. Nothing of it is used. Delete it, so that its rows are "
+        "computed again, or choose another cache directory"
+    )
 
 
 def missing(n_rows: int) -> Tensor:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastdpo import storage
 from fastdpo.ref_logps.shards import Shards
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 
@@ -74,14 +73,14 @@ def check_files(case: Files) -> None:
             shards.write(rows, values[rows])
             expected[rows] = values[rows]
         assert torch.equal(shards.read(), expected)
-        assert len(storage.files(directory)) == case.written
+        assert len(shards.files()) == case.written
         with pytest.raises(ValueError, match="must have the key other"):
             Shards(directory, "other", case.rows).read()
         if case.damage == "none":
             shards.merge(expected if (expected > -torch.inf).all() else values)
-            assert len(storage.files(directory)) == 1
+            assert len(shards.files()) == 1
             return
-        path = storage.files(directory)[case.seed % case.written]
+        path = shards.files()[case.seed % case.written]
         path.write_bytes(damaged(path.read_bytes(), case))
         after = values_or_error(shards.read)
         if isinstance(after, ValueError):

@@ -203,7 +203,7 @@ def test_two_jobs_merge_at_the_same_time(tmp_path, monkeypatch, first):
     for row in range(4):
         jobs[0].write(torch.tensor([row]), values[row : row + 1])
     names = iter(["8" * 32, first * 32])  # of the second job, which is done first
-    monkeypatch.setattr("fastdpo.storage.uuid4", lambda: type("", (), {"hex": next(names)}))
+    monkeypatch.setattr("fastdpo.ref_logps.shards.uuid4", lambda: type("", (), {"hex": next(names)}))
     sync, running = os.fsync, []
 
     def interrupted(file):

@@ -10,7 +10,7 @@ import torch
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import passes
-from fastdpo.storage import files, unusable_reason
+from fastdpo.ref_logps.shards import Shards
 from tests.support.ref_logps import assert_close, exact, ranks, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -125,13 +125,16 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
 
 
 def test_unusable_reason_of_a_directory(tmp_path, below_a_file, monkeypatch):
+    def unusable_reason(directory) -> str | None:
+        return Shards(directory, "key", 1).unusable_reason()
+
     assert unusable_reason(tmp_path / "new" / "directory") is None
     assert list((tmp_path / "new" / "directory").iterdir()) == []
     assert "Not a directory" in (unusable_reason(below_a_file) or "")
     assert "File exists" in (unusable_reason(below_a_file.parent) or "")
     full_disk(monkeypatch)
     assert os.strerror(errno.ENOSPC) in (unusable_reason(tmp_path) or "")
-    assert files(below_a_file) == []
+    assert Shards(below_a_file, "key", 1).files() == []
 
 
 def test_a_url_is_refused_before_anything_is_computed(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from fastdpo import packing
 from fastdpo.data import columns
 from fastdpo.data.columns import COLUMNS
-from fastdpo.lengths import PairLengths
+from fastdpo.ref_logps.lengths import PairLengths
 from fastdpo.ref_logps.pairs import Pairs
 
 
