@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as hooks_of_all_modules
 
 from . import harmless
@@ -75,25 +73,6 @@ def identity_of(function: Callable) -> tuple:
         return id(type(function)), owner
     values = (*(function.__defaults__ or ()), *closure_contents(function))
     return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)
-
-
-@contextmanager
-def unwatched(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """In the block, leaves of autograd have no hooks and no gradients. What runs in it is no step of a training, and an
-    optimizer in the backward pass would take it for one.
-    """
-    kept: list[tuple[Any, str, Any]] = []
-    try:
-        for x in tensors:
-            for name, absent in (("_backward_hooks", None), ("_post_accumulate_grad_hooks", {}), ("grad", None)):
-                value = getattr(x, name)
-                if value is not None:
-                    kept.append((x, name, value))
-                    setattr(x, name, absent)
-        yield
-    finally:
-        for x, name, value in kept:
-            setattr(x, name, value)
 
 
 def _written_in(hook: Callable) -> str:

@@ -17,6 +17,7 @@ from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
+from .sequence_group import Part
 from .sharding import shared_reason
 from .state import (
     MODELS,
@@ -136,14 +137,13 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     Raises:
         NotPackable: the batch has no packed form.
     """
-    batch, routes = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs)
-    group = fused.options.sequence_group
-    if group is not None:
-        splitting.require_split(model, fused, verdict, kwargs)
+    batch, routes, group = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs), fused.options.sequence_group
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
-    replays = False
-    if fused.runner.is_on(batch.input_ids.device):
-        obstacle = _obstacle(model, fused, routes) if given is None else "is given images"
+    is_run, replays = fused.runner.is_on(batch.input_ids.device), False
+    obstacle = _obstacle(model, fused, given is not None, routes) if is_run or group is not None else None
+    if group is not None and obstacle is not None:
+        raise NotPackable(Reason("sequence-model", model=type(model).__name__, kind=obstacle))
+    if is_run:
         kind = fused.kind_of_call(model)
         replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
 
@@ -162,7 +162,10 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         reason = images.examined_reason(model, fused, packed, images.padded_inputs(kwargs))
     if reason is not None:
         raise NotPackable(reason)
-    return packed if group is None else splitting.split(packed, group)
+    if group is None:
+        return packed
+    part = Part.of(group, packed.layout)
+    return packed._replace(inputs=part.inputs(packed.layout, packed.inputs), part=part)
 
 
 def _require_ids(layout: Layout, vocabulary: int | None) -> None:
@@ -174,8 +177,10 @@ def _require_ids(layout: Layout, vocabulary: int | None) -> None:
         raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=vocabulary))
 
 
-def _obstacle(model: PreTrainedModel, fused: FusedForward, routes: bool) -> str | None:
-    """What the model does in a call that cannot be recorded, if any is."""
+def _obstacle(model: PreTrainedModel, fused: FusedForward, has_images: bool, routes: bool) -> str | None:
+    """What of a call can neither be recorded nor shared by ranks, if anything."""
+    if has_images:
+        return "is given images"
     if routes:
         return "trains its routers"
     return "draws random numbers" if model.training and fused.is_random(model) else None

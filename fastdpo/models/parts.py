@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -127,20 +126,3 @@ def input_device_of(base: PreTrainedModel) -> torch.device:
 def vocabulary_of(base: PreTrainedModel) -> int | None:
     """The number of rows of a model's token embedding, or None for an embedding of another kind."""
     return getattr(base.get_input_embeddings(), "num_embeddings", None)
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Sets `training` on each module for the block, and what it was afterwards.
-
-    Does not call `train()`, which may change a model for good: with `use_kernels=True`, transformers replaces its
-    layers by the kernels of the mode, some of which have no gradient, and functions that models share.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ..logs import NotFused
-from ..packing import NotPackable
 from ..reasons import Reason
-from . import facts, images
+from . import facts
 from .mixers import finding
-from .sequence_group import Part, SequenceGroup, digest_of
+from .sequence_group import SequenceGroup, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .state import ForwardOptions, FusedForward, Route, RunnableBatch, Verdict
+    from .state import ForwardOptions, FusedForward, Route, RunnableBatch
 
 
 def unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
@@ -35,25 +34,6 @@ def unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reaso
     if facts.rope_limit(model) is not None:
         return _of_model(model, "has rotary embeddings that depend on the longest position of a batch")
     return _of_model(model, "has code of its own, which may depend on T") if facts.has_own_code(model) else None
-
-
-def require_split(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> None:
-    """Raises `NotPackable` if a call of a model, as it is now, is not split."""
-    reason = None
-    if any(kwargs.get(name) is not None for name in images.ARGUMENTS):
-        reason = _of_model(model, "is given images")
-    elif verdict.routes_in(kwargs):
-        reason = _of_model(model, "trains its routers")
-    elif model.training and fused.is_random(model):
-        reason = _of_model(model, "draws random numbers")
-    if reason is not None:
-        raise NotPackable(reason)
-
-
-def split(batch: RunnableBatch, group: SequenceGroup) -> RunnableBatch:
-    """What a rank runs of a batch."""
-    part = Part.of(group, batch.layout)
-    return batch._replace(inputs=part.inputs(batch.layout, batch.inputs), part=part)
 
 
 def agreed(find: Callable[[], Route], fused: FusedForward, ids: object, device: torch.device) -> Route:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..attachments import unwatched
 from ..facts import has_dropout
 
 if TYPE_CHECKING:
@@ -61,6 +60,29 @@ def with_values(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+def unwatched(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """In the block, leaves of autograd have no hooks and no gradients. What runs in it is no step of a training, and an
+    optimizer in the backward pass would take it for one.
+    """
+    return with_values(
+        [
+            (x, name, absent)
+            for x in tensors
+            for name, absent in (("_backward_hooks", None), ("_post_accumulate_grad_hooks", {}), ("grad", None))
+            if getattr(x, name) is not None
+        ]
+    )
+
+
+def in_mode(model: nn.Module, training: bool) -> AbstractContextManager[None]:
+    """Sets `training` on each module for the block, and what it was afterwards.
+
+    Does not call `train()`, which may change a model for good: with `use_kernels=True`, transformers replaces its
+    layers by the kernels of the mode, some of which have no gradient, and functions that models share.
+    """
+    return with_values([(module, "training", training) for module in model.modules()])
 
 
 _checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant

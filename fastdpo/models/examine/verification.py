@@ -26,11 +26,10 @@ from ...ops import definitions
 from ...ops.head.results import TokenLogps
 from ...reasons import Reason
 from .. import calls, gradients
-from ..attachments import unwatched
 from ..scoring import prior_logits, score, targets_of_call
 from ..sharding import is_sharded
 from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
-from .comparable import NOT_REENTRANT, forked_random_state, with_values
+from .comparable import NOT_REENTRANT, forked_random_state, unwatched, with_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
