@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,6 @@ from ..models.batch import Form, PackedBatch, PaddedBatch
 from ..models.state import Groups
 from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
-from .line import TrainerLine
 from .replacements import temporarily
 
 REPLACED = ("get_train_dataloader", "_prepare_inputs")
@@ -95,21 +95,7 @@ def collate(stock: Callable[[Any], Any], groups: Groups | None, padding: int | N
     return with_layout(stock(examples), groups, padding)
 
 
-def with_packed_batches(
-    line: TrainerLine, stock: Callable, trainer: Any, *args: Any, padding: int | None = None, **kwargs: Any
-) -> Any:
-    """The loader that a trainer's own function makes, with batches that come with their layouts.
-
-    Args:
-        line: of the trainer.
-        stock: its function.
-        trainer: any trainer of the class.
-        padding: the id of padding, if the trainer trains a reward model.
-    """
-    state = line.state_of(trainer)
-    if state is None or state.budget is not None:  # which cuts the batches anew
-        return stock(trainer, *args, **kwargs)
-    how = "content" if line.options.share_prompts else None, padding
-    collator = functools.partial(collate, trainer.data_collator, *how)  # pickled for workers
-    with temporarily(trainer, data_collator=collator):
-        return stock(trainer, *args, **kwargs)
+def packing_batches(trainer: Any, groups: Groups | None, padding: int | None) -> AbstractContextManager[None]:
+    """In the block, loaders that a trainer makes have batches that come with their layouts (see `with_layout`)."""
+    collator = functools.partial(collate, trainer.data_collator, groups, padding)  # pickled for workers
+    return temporarily(trainer, data_collator=collator)

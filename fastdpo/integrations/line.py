@@ -120,10 +120,6 @@ class TrainerLine:
         wrapped = {role: vars(trainer).get(name) for role, name in (("policy", "model"), ("reference", "ref_model"))}
         return {role: without_engines(model) for role, model in wrapped.items() if model is not None}
 
-    def reward_models(self, trainer: Any) -> list[nn.Module]:
-        """The reward models that score a trainer's completions. Those that are no transformers models run as before."""
-        return [x for x in vars(trainer).get("reward_funcs") or () if isinstance(x, nn.Module)]
-
     def unsupported_reason(self) -> Reason | None:
         """How the functions that are replaced differ from those that were tested, or None.
 
@@ -292,8 +288,9 @@ class TrainerLine:
         if reason is not None:
             leave_unpatched(trainer, self.name, reason)
         elif state is not None:
-            bases = filter(None, map(find_base, self.reward_models(trainer)))
-            for role, model in (*self.models(trainer).items(), *(("reward", base) for base in bases)):
+            # What scores a trainer's completions runs as before unless it holds a transformers model.
+            rewards = filter(None, map(find_base, vars(trainer).get("reward_funcs") or ()))
+            for role, model in (*self.models(trainer).items(), *(("reward", base) for base in rewards)):
                 if model not in state.models:
                     state.models.add(model)
                     self.install(trainer, role, model)

@@ -20,7 +20,7 @@ from ...models.calls import counting_calls_as
 from ...models.sequence_group import SequenceGroup
 from ...models.state import ForwardOptions
 from ...reasons import Reason
-from ..collating import REPLACED, with_packed_batches
+from ..collating import REPLACED
 from ..line import arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
@@ -87,14 +87,10 @@ class RewrittenDPOLine(PaddedBudgetLine):
         return nullcontext()
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        """With batches that are packed for the labels that a tested `_compute_loss` makes of them. With `max_tokens`,
-        their pairs are dealt to the ranks.
-        """
-        if self.budget_of(trainer) is not None:
-            return self.dealt(trainer, stock(trainer, *args, **kwargs))
-        if self.is_newer:
+        """Batches are packed for the labels that a tested `_compute_loss` makes of them."""
+        if self.is_newer and self.budget_of(trainer) is None:
             return stock(trainer, *args, **kwargs)
-        return with_packed_batches(self, stock, trainer, *args, **kwargs)
+        return super().get_train_dataloader(stock, trainer, *args, **kwargs)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model

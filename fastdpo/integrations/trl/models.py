@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from ...models.adapters import with_adapter
-from ...models.parts import base_of, without_engines
-from ...models.sharding import reshard
+from ...models.parts import without_engines
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
@@ -47,17 +46,3 @@ def as_reference(trainer: Any) -> AbstractContextManager[None]:
     if adapters is None:
         return nullcontext()
     return with_adapter(trainer.model, "ref" if "ref" in adapters else None, "as_reference")
-
-
-def reference_digest(trainer: Any) -> str:
-    """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
-    from ...ref_logps import keys
-
-    reshard(reference_of(trainer))
-    with as_reference(trainer):
-        return keys.model_digest(base_of(reference_of(trainer), "reference_digest"))
-
-
-def precision_of(trainer: Any) -> str:
-    """The precision that accelerate runs the reference in."""
-    return f"accelerate {trainer.accelerator.mixed_precision}"

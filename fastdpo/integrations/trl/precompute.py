@@ -19,10 +19,11 @@ from ...logs import report, warn
 from ...models import forward, parts
 from ...models.examine.comparable import in_mode
 from ...models.facts import rope_limit
+from ...models.sharding import reshard
 from ...models.support import rope_reason
 from ...reasons import Reason
 from ..lines import DPO
-from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
+from .models import as_reference, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -122,7 +123,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     digest = None if directory is None else _cacheable_digest(trainer)
     stored = None
     if directory is not None and digest is not None:
-        precision = precision_of(trainer)
+        precision = f"accelerate {accelerator.mixed_precision}"
         if _needs_engine(trainer):  # which casts the weights where others use autocast
             precision += ", DeepSpeed"
         key = keys.key(rows, digest, precision, trainer.ld_alpha)
@@ -179,15 +180,16 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
     """Hash of the reference. None, with a logged reason, if its values cannot be cached."""
     from ...ref_logps import keys, ranks
 
+    model, digest = reference_of(trainer), None
+    reshard(model)
     with as_reference(trainer):
-        reason = keys.uncacheable_reason(reference_of(trainer))
-    if ranks.cache_disabled(reason):
-        return None
-    digest, reason = None, None
-    try:
-        digest = reference_digest(trainer)
-    except NotImplementedError as error:
-        reason = Reason("no-key", error=error)
+        reason = keys.uncacheable_reason(model)
+        if ranks.cache_disabled(reason):
+            return None
+        try:
+            digest = keys.model_digest(parts.base_of(model, "precompute_ref_log_probs"))
+        except NotImplementedError as error:
+            reason = Reason("no-key", error=error)
     return None if ranks.cache_disabled(reason) else digest
 
 

@@ -10,7 +10,7 @@ from ...data.columns import COLUMNS
 from ...models.batch import labels_from
 from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
-from ..collating import REPLACED, with_packed_batches
+from ..collating import REPLACED
 from .dpo import RELIES_ON
 from .max_tokens.budget import Batch, Scores
 from .max_tokens.padded_budget import PaddedBudgetLine
@@ -24,11 +24,6 @@ class RewardLine(PaddedBudgetLine):
     rows_of_unit = 2
     columns = COLUMNS[1:]
     entries = frozenset({"input_ids", "attention_mask", "margin"})
-
-    def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.budget_of(trainer) is not None:
-            return self.dealt(trainer, stock(trainer, *args, **kwargs))
-        return with_packed_batches(self, stock, trainer, *args, padding=self.padding(trainer), **kwargs)
 
     def compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any

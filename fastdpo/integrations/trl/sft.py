@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...reasons import Reason
-from ..collating import REPLACED, with_packed_batches
+from ..collating import REPLACED
 from .fused_head import FusedHeadLine
 from .max_tokens.budget import STEPS, Batch
 from .max_tokens.padded_budget import PaddedBudgetLine
@@ -32,7 +32,6 @@ class SFTLine(PaddedBudgetLine, FusedHeadLine):
         {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForLanguageModeling.torch_call")}
     )
     replaced = REPLACED
-    get_train_dataloader = with_packed_batches
     replaced_with_budget = (*PaddedBudgetLine.replaced_with_budget, "compute_loss")
     entries = frozenset({"input_ids", "attention_mask", "labels"})
     fields = ("log_probs", "label_mask", "entropy", "is_top1")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.batch import labels_from
-from ..collating import REPLACED, with_packed_batches
+from ..collating import REPLACED
 from ..scored_rows import ScoredRows
 from .gathering import of_all_ranks
 from .logits_line import LogitsLine
@@ -35,7 +35,6 @@ class TPOLine(LogitsLine):
         {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForTriplePreference.torch_call")}
     )
     replaced = ("_compute_loss", *REPLACED)
-    get_train_dataloader = with_packed_batches
     rows_of_unit = 3
     entries = frozenset({"input_ids", "attention_mask", "completion_mask"})
 

@@ -122,8 +122,15 @@ def preference_loss(
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
-    dtype = _loss_dtype(*floating.values())
-    pairs = _loss_inputs(dtype, objective, *logps.values(), *lengths.values(), sft_logps)  # pyright: ignore
+    # float32, or float64 if any input is
+    dtype = reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in floating.values() if x is not None))
+    chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
+    references = ref_chosen_logps, ref_rejected_logps
+    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if x is None else x.detach().to(dtype) for x in references)
+    score, alpha = DIVERGENCES[objective.f_divergence_type], objective.f_alpha_divergence_coef
+    scores = score(chosen - ref_chosen, alpha), score(rejected - ref_rejected, alpha)
+    sft_logps = chosen if sft_logps is None else sft_logps.to(dtype)
+    pairs = LossInputs(chosen, rejected, ref_chosen, ref_rejected, *scores, sft_logps, *lengths.values())
     losses = torch.stack([weight * LOSSES[loss](pairs, objective) for loss, weight in objective.weighted_losses]).sum(0)
     if weights is not None:
         losses = losses * weights.to(dtype)
@@ -132,29 +139,3 @@ def preference_loss(
         rewards = per_token("simpo", pairs, *rewards)
     chosen_rewards, rejected_rewards = (objective.beta * x.detach() for x in rewards)
     return PreferenceLoss(losses.mean(), losses, chosen_rewards, rejected_rewards)
-
-
-def _loss_inputs(
-    dtype: torch.dtype,
-    objective: PreferenceObjective,
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    ref_chosen_logps: Tensor | None,
-    ref_rejected_logps: Tensor | None,
-    chosen_lengths: Tensor | None,
-    rejected_lengths: Tensor | None,
-    sft_logps: Tensor | None = None,
-) -> LossInputs:
-    """The inputs of losses, from arguments of `preference_loss` that were checked."""
-    chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
-    references = (ref_chosen_logps, ref_rejected_logps)
-    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if x is None else x.detach().to(dtype) for x in references)
-    score, alpha = DIVERGENCES[objective.f_divergence_type], objective.f_alpha_divergence_coef
-    scores = score(chosen - ref_chosen, alpha), score(rejected - ref_rejected, alpha)
-    sft_logps = chosen if sft_logps is None else sft_logps.to(dtype)
-    return LossInputs(chosen, rejected, ref_chosen, ref_rejected, *scores, sft_logps, chosen_lengths, rejected_lengths)
-
-
-def _loss_dtype(*inputs: Tensor | None) -> torch.dtype:
-    """The dtype of losses: float32, or float64 if any of these inputs is."""
-    return reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in inputs if x is not None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....models.parts import base_of
+from ....models.state import Groups
 from ....packing import IGNORE_INDEX
-from ...collating import with_layout
+from ...collating import packing_batches, with_layout
 from ...scored_rows import merged
 from .budget import Batch, BudgetLine, Scores, on_device
 from .dealing import deal
@@ -62,9 +63,12 @@ class PaddedBudgetLine(BudgetLine):
         return batch["input_ids"].shape[1] - 1
 
     def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
-        groups = "content" if self.options.share_prompts else None
-        batch = with_layout(self.picked(trainer, joined, units), groups, self.padding(trainer))
+        batch = with_layout(self.picked(trainer, joined, units), self._groups, self.padding(trainer))
         return on_device(batch, trainer.accelerator.device)
+
+    @property
+    def _groups(self) -> Groups | None:
+        return "content" if self.options.share_prompts else None
 
     def padding(self, trainer: Any) -> int | None:
         """The id of padding, if the trainer trains a reward model, which scores the last token with another one."""
@@ -82,9 +86,14 @@ class PaddedBudgetLine(BudgetLine):
                 batch |= {name: batch[name][:, :width] for name in names}
         return batch
 
-    def dealt(self, trainer: Any, loader: Any) -> Any:
-        """A training data loader whose units are dealt to the ranks."""
-        if self.columns and trainer.accelerator.num_processes > 1:
+    def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """With batches that come with their layouts. With `max_tokens`, their units are dealt to the ranks instead."""
+        state = self.state_of(trainer)
+        if state is not None and state.budget is None:
+            with packing_batches(trainer, self._groups, self.padding(trainer)):
+                return stock(trainer, *args, **kwargs)
+        loader = stock(trainer, *args, **kwargs)
+        if state is not None and self.columns and trainer.accelerator.num_processes > 1:
             deal(loader, self.columns, trainer.args.gradient_accumulation_steps)
         return loader
 
