@@ -401,10 +401,7 @@ def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[
 
 
 def _filled(
-    packed: tuple[Ints, Ints, Ints, Ints],
-    reach: int,
-    tokens: int | Callable[[int], int] | None,
-    longest: int,
+    packed: tuple[Ints, Ints, Ints, Ints], reach: int, tokens: int | Callable[[int], int] | None, longest: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """token_index [T], position_ids [T], rows [S, 4] and multiplicity [T] of a layout, with further tokens in rows of
     their own of up to `longest` tokens. The arguments are those of `pack`.

@@ -238,11 +238,7 @@ class TrainerLine:
         return self.state_of(trainer) is not None and forward.is_installed(model, self.name)
 
     def score(
-        self,
-        model: Any,
-        inputs: Inputs | Reason,
-        results: Callable[[ScoredRows], T],
-        stock: Callable[[Callable], T],
+        self, model: Any, inputs: Inputs | Reason, results: Callable[[ScoredRows], T], stock: Callable[[Callable], T]
     ) -> T:
         """Calls a model once and returns what the trainer computes from it (see `scored_rows.score`)."""
         return score(model, self.name, inputs, results, stock)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import packing
+from ..ops.choice.tuning import bucket
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, head, images, sharding, splitting, support
@@ -204,18 +205,14 @@ def _length_reason(
         return None
     if is_sharded:
         return Reason("examined-tokens", tokens=examined, model=type(model).__name__)
-    layout, padded = layout_of(tokens=_power_of_two), images.padded_inputs(kwargs)
+    layout, padded = layout_of(tokens=bucket), images.padded_inputs(kwargs)
     result = probe.compare(model, layout, padded, attention.inputs_of(layout, padded["input_ids"]))
     if result.unsupported_reason is not None:
         fused.probe_results[verdict.key] = result
         fused.structure.forget_verdicts()
         return result.unsupported_reason
-    fused.examined_tokens[verdict.key] = _power_of_two(tokens)
+    fused.examined_tokens[verdict.key] = bucket(tokens)
     return None
-
-
-def _power_of_two(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
 
 
 def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:

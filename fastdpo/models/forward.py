@@ -27,16 +27,7 @@ from .parts import find_base, input_device_of, text_config
 from .running import Runner
 from .scoring import prior_logits, score
 from .sharding import is_sharded
-from .state import (
-    ATTRIBUTE,
-    MODELS,
-    ForwardOptions,
-    FusedForward,
-    MakeOutput,
-    Verdict,
-    restore,
-    state_of,
-)
+from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of
 from .structure import Structure
 
 if TYPE_CHECKING:

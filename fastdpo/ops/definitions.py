@@ -9,10 +9,4 @@ from .attention.definitions import packed_attention
 from .head.definitions import linear_logps, token_logps
 from .losses.definitions import linear_sequence_logps, sequence_logps
 
-__all__ = [
-    "linear_logps",
-    "linear_sequence_logps",
-    "packed_attention",
-    "sequence_logps",
-    "token_logps",
-]
+__all__ = ["linear_logps", "linear_sequence_logps", "packed_attention", "sequence_logps", "token_logps"]

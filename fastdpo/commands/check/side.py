@@ -39,11 +39,7 @@ Config = Trainer = Any  # those of TRL, which is imported where it is used
 TRAINERS = "trl.DPOTrainer", "trl.RewardTrainer"
 """The trainer of a causal LM, and that of a reward model."""
 STOCK, PATCHED, PERTURBED = "stock", "patched", "perturbed"
-LABELS = {
-    STOCK: "TRL as shipped",
-    PATCHED: "TRL with fastdpo",
-    PERTURBED: "TRL, rounded otherwise",
-}
+LABELS = {STOCK: "TRL as shipped", PATCHED: "TRL with fastdpo", PERTURBED: "TRL, rounded otherwise"}
 """The runs, and what they are called in progress bars."""
 
 OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lora", "--json")

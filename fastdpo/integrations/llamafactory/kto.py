@@ -55,12 +55,7 @@ class FactoryKTOLine(FactoryLine):
             return stock(trainer, model, batch)
 
     def forward(
-        self,
-        stock: Callable,
-        trainer: CustomKTOTrainer,
-        model: nn.Module,
-        batch: dict[str, Tensor],
-        prefix: str = "",
+        self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor], prefix: str = ""
     ) -> Any:
         state = self.state_of(trainer)
         output = state.running.get(prefix) if state is not None and state.running else None

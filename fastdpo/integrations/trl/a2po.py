@@ -27,13 +27,7 @@ class A2POLine(TrainerLine):
     replaced = ("_get_sequence_logps",)
 
     def _get_sequence_logps(
-        self,
-        stock: Callable,
-        trainer: Any,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
+        self, stock: Callable, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
     ) -> Tensor:
         batch = input_ids, attention_mask, logits_to_keep
         if not self.calls(trainer, model):  # created before patch()

@@ -136,12 +136,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
 
     with in_mode(model, training=False):
         logps = passes.run(
-            score,
-            rows,
-            stored,
-            bounds,
-            accelerator.device,
-            f"Computing reference log probs for {name} dataset",
+            score, rows, stored, bounds, accelerator.device, f"Computing reference log probs for {name} dataset"
         )
     if getattr(trainer, ENGINE, None) is not None:
         _complete_trace(getattr(trainer, ENGINE))

@@ -175,11 +175,6 @@ def _segments_of(rows: bytes, device: torch.device) -> Segments:
     return Segments(np.frombuffer(rows, dtype=np.int32).reshape(-1, 4).tolist(), device)
 
 
-def forget() -> None:
-    """Forgets the segments that `segments_of` has computed."""
-    _segments_of.cache_clear()
-
-
 def gather(values: Tensor, dim: int, index: Tensor) -> Tensor:
     """Values of packed tokens as a batch of sequences, zero at padding. Differentiable.
 

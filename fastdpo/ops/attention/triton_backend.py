@@ -90,14 +90,7 @@ class TritonCall(NamedTuple):
         return packed_attention_fwd(q, k, v, layout, self.configs.forward, sinks, *self.options)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: LayoutBlocks,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: LayoutBlocks
     ) -> tuple[Tensor, Tensor, Tensor]:
         from ...kernels.packed_attention_backward import packed_attention_bwd
 
@@ -117,12 +110,7 @@ def kernels_unsupported_reason(query: Tensor, value: Tensor) -> str | None:
 
 
 def layout_blocks(
-    layout: Rows,
-    heads: int,
-    key_heads: int,
-    window: int | None,
-    configs: KernelConfigs,
-    least_turns: int = LEAST_TURNS,
+    layout: Rows, heads: int, key_heads: int, window: int | None, configs: KernelConfigs, least_turns: int = LEAST_TURNS
 ) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels, whatever the default device."""
     from ...kernels.attention_blocks import LayoutBlocks, PartialSums
