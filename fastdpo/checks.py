@@ -162,9 +162,8 @@ def require_ints(op: str, **tensors: Tensor) -> None:
     import torch
 
     for name, tensor in tensors.items():
-        require(
-            tensor.dtype in (torch.int32, torch.int64), op, name, "be int32 or int64", tensor.dtype, error=TypeError
-        )
+        is_int = tensor.dtype in (torch.int32, torch.int64)
+        require(is_int, op, name, "be int32 or int64", tensor.dtype, error=TypeError)
 
 
 def agreed(first: T, *others: T) -> T:

@@ -72,6 +72,7 @@ DPO_MODULES = ("trl.trainer.dpo_trainer",)
 ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
 
 ALL_TRL, TRL, OPENRLHF, SWIFT, FACTORY = ">=0.24,<1.17", ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
+TRL_FREE, SWIFT_FREE = "trl.reference_free:ReferenceFreeLine", "swift.reference_free:SwiftReferenceFreeLine"
 
 LINES = (
     Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES),
@@ -83,10 +84,8 @@ LINES = (
     Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False),
     Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False),
     Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False),
-    Line("trl.CPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.cpo.cpo_trainer",), False),
-    Line(
-        "trl.ORPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.orpo.orpo_trainer",), False
-    ),
+    Line("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",), False),
+    Line("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",), False),
     Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",), False),
     Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), False),
     Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
@@ -94,12 +93,8 @@ LINES = (
         "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)
     ),
     Line("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", ("swift.rlhf_trainers.dpo_trainer",)),
-    Line(
-        "swift.CPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", ("swift.rlhf_trainers.cpo_trainer",)
-    ),
-    Line(
-        "swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", ("swift.rlhf_trainers.orpo_trainer",)
-    ),
+    Line("swift.CPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.cpo_trainer",)),
+    Line("swift.ORPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.orpo_trainer",)),
     Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", ("swift.rlhf_trainers.kto_trainer",)),
     Line("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", ("swift.rlhf_trainers.reward_trainer",)),
     Line("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
@@ -178,12 +173,8 @@ def _target_name(op: str, target: object) -> str:
     if isinstance(target, str):
         if target in TRAINERS or target in PACKAGES:
             return target
-        trains_with = TRAINS_WITH.get(target)
-        advice = (
-            f", which trains with {' and '.join(trains_with)}"
-            if trains_with
-            else suggested(target, (*TRAINERS, *PACKAGES))
-        )
+        trains_with = " and ".join(TRAINS_WITH.get(target, ()))
+        advice = f", which trains with {trains_with}" if trains_with else suggested(target, (*TRAINERS, *PACKAGES))
         raise ValueError(f"{rule}; got {shown(target)}{advice}")
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")

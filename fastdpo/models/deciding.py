@@ -69,7 +69,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         if reason is not None:
             restore(model, fused)
             route = route._replace(batch=None, reason=reason)
-    fused.count(model, kwargs.get("input_ids", args[0] if args else None), *route)
+    fused.count(model, kwargs.get("input_ids", args[0] if args else None), route)
     return route.batch
 
 
@@ -251,9 +251,8 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     verdict: Verdict | None = identity.verdict
     if verdict is None or not _covers(verdict.key, identity.trained):
         verdict = _verdict(model, fused, identity, device)
-        if (
-            verdict.packing_reason is None or verdict.packing_reason.name != "changing-model"
-        ):  # of which each call counts
+        is_changing = verdict.packing_reason is not None and verdict.packing_reason.name == "changing-model"
+        if not is_changing:  # of which each call counts
             fused.structure.identity(model).verdict = verdict  # with the attention and the head that it now has
     fused.verdict = verdict
     return verdict.reason
@@ -344,12 +343,8 @@ def _ruled_out(model: PreTrainedModel, fused: FusedForward, identity: Identity) 
 
 
 def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> ProbeResult:
-    reason = shared_reason(
-        model,
-        fused.lasting_reason_of(model)
-        or support.unsupported_reason(model)
-        or scoring_unsupported_reason(model, fused.options),
-    )
+    reason = fused.lasting_reason_of(model) or support.unsupported_reason(model)
+    reason = shared_reason(model, reason or scoring_unsupported_reason(model, fused.options))
     if reason is not None:
         return ProbeResult(reason)
     hooks = shared_reason(model, support.hooks_reason(model))

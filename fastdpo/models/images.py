@@ -39,12 +39,7 @@ ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
 """Arguments of a model call that hold images, or types of tokens [R, L]."""
 
 NOT_OF_BACKBONE = {
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "output_router_logits",
-    "return_dict",
-    "logits_to_keep",
+    *("labels", "shift_labels", "num_items_in_batch", "output_router_logits", "return_dict", "logits_to_keep"),
 }
 """Arguments of a model call that are not passed on to its backbone."""
 
@@ -139,15 +134,12 @@ def examined_reason(
         batch: packed by `pack`.
         padded: the `padded_inputs` of the call.
     """
-    results, kind = (
-        fused.image_results,
-        (cast(Verdict, fused.verdict).key, frozenset(batch.inputs), batch.shares_images),
-    )
-    if kind not in results:
-        results[kind] = _examine(model, batch, padded)
-    if model.training and results[kind].attention_dropout:
-        return results[kind].unsupported_reason or Reason("attention-dropout")
-    return results[kind].unsupported_reason
+    kind = cast(Verdict, fused.verdict).key, frozenset(batch.inputs), batch.shares_images
+    result = fused.image_results.get(kind)
+    if result is None:
+        result = fused.image_results[kind] = _examine(model, batch, padded)
+    dropout = Reason("attention-dropout") if model.training and result.attention_dropout else None
+    return result.unsupported_reason or dropout
 
 
 def _examine(model: PreTrainedModel, batch: RunnableBatch, padded: dict[str, Any]) -> ProbeResult:

@@ -318,16 +318,9 @@ class FusedForward:
         """`lasting_reason`, or that the model is a copy of the one that this is the state of."""
         return self.lasting_reason or (None if model in MODELS else Reason("copied-model"))
 
-    def count(
-        self,
-        model: PreTrainedModel,
-        ids: object,
-        batch: RunnableBatch | None,
-        reason: Reason | None,
-        own: Reason | None,
-    ) -> None:
-        """Counts a call with these ids, and logs why it falls back. The other arguments are those of a `Route`."""
-        integration, kind = self.options.integration, self.kind_of_call(model)
+    def count(self, model: PreTrainedModel, ids: object, route: Route) -> None:
+        """Counts a call with these ids, and logs why it falls back."""
+        (batch, reason, own), integration, kind = route, self.options.integration, self.kind_of_call(model)
         calls.calls[integration, kind, "stock" if batch is None else "fused" if own is None else "padded"] += 1
         if isinstance(ids, Tensor):
             used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())

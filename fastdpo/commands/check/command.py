@@ -89,12 +89,7 @@ def check(
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         rounded = run(settings, PERTURBED)
     found = verdicts(stock, patched, rounded)
-    return Report(
-        title=_title(settings, stock),
-        verdicts=found,
-        costs=costs(stock, patched),
-        ok=all(x.status != FAILED for x in found),
-    )
+    return Report(_title(settings, stock), found, costs(stock, patched), all(x.status != FAILED for x in found))
 
 
 def run_in_process(settings: Settings, side: str) -> Run:
@@ -102,9 +97,8 @@ def run_in_process(settings: Settings, side: str) -> Run:
     directory = Path(settings.directory)
     out, log = directory / f"{side}.pt", directory / f"{side}.log"
     arguments = directory / f"{side}.json"
-    arguments.write_text(
-        json.dumps({"settings": dataclasses.asdict(settings), "side": side, "out": str(out)}), encoding="utf-8"
-    )
+    given = {"settings": dataclasses.asdict(settings), "side": side, "out": str(out)}
+    arguments.write_text(json.dumps(given), encoding="utf-8")
     command = [sys.executable, "-m", "fastdpo.commands.check.side", str(arguments)]
     with log.open("wb") as stderr:
         code = subprocess.run(command, stdout=sys.stderr, stderr=stderr).returncode

@@ -29,12 +29,8 @@ PARAMETERS = {
     "__init__": ["self", "model", "ref_model", "finetuning_args", "processor", "disable_dropout", "kwargs"],
     "log": ["self", "logs", "args", "kwargs"],
 }
-_KERNELS = {
-    "liger_kernel": "Liger",
-    "unsloth": "Unsloth",
-    "unsloth_compiled_cache": "Unsloth",
-    "kt_kernel": "KTransformers",
-}
+_KERNELS = dict(liger_kernel="Liger", unsloth="Unsloth", unsloth_compiled_cache="Unsloth", kt_kernel="KTransformers")
+"""By the packages of their code, what replaces modules of a model."""
 
 
 class FactoryLine(TrainerLine):

@@ -31,9 +31,8 @@ def reference_logps(trainer: Any, inputs: dict[str, Any], model: nn.Module | Non
     `model` is the engine that runs the reference if it is not the trainer's own model.
     """
     takes_model = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters  # since TRL 1.9
-    return trainer.compute_ref_log_probs(
-        *((reference_of(trainer) if model is None else model,) if takes_model else ()), inputs
-    )
+    given = [reference_of(trainer) if model is None else model] if takes_model else []
+    return trainer.compute_ref_log_probs(*given, inputs)
 
 
 def as_reference(trainer: Any) -> AbstractContextManager[None]:

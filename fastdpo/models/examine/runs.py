@@ -163,9 +163,8 @@ def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, leas
         relative = [(error / scale, rounding / scale) for error, rounding, scale in norms if scale > 0]
         if relative:
             error, rounding = (math.hypot(*side) / math.sqrt(len(relative)) for side in zip(*relative, strict=True))
-            allowed = gradient_bound(
-                max(rounding, least, floor(torch.float32)), of_parameter=kind not in (ALL, EMBEDDED)
-            )
+            rounding, of_parameter = max(rounding, least, floor(torch.float32)), kind not in (ALL, EMBEDDED)
+            allowed = gradient_bound(rounding, of_parameter=of_parameter)
             if not error <= allowed:
                 return Reason("different-gradients", model=name, parameters=kind, error=error, allowed=allowed)
     return None

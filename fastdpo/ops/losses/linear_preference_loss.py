@@ -53,8 +53,5 @@ def linear_preference_loss(
     checks.require(even, OP, "cu_seqlens", "be [2P + 1], P > 0", list(cu_seqlens.shape))
     logps, lengths = linear_sequence_logps(hidden, weight, targets, cu_seqlens.to(targets.device), **head)
     (chosen, rejected), (of_chosen, of_rejected) = logps.chunk(2), lengths.chunk(2)
-    references, counts = (
-        (ref_chosen_logps, ref_rejected_logps),
-        dict(chosen_lengths=of_chosen, rejected_lengths=of_rejected),
-    )
-    return preference_loss(chosen, rejected, *references, objective, weights=weights, **counts)
+    counts = dict(chosen_lengths=of_chosen, rejected_lengths=of_rejected)
+    return preference_loss(chosen, rejected, ref_chosen_logps, ref_rejected_logps, objective, weights=weights, **counts)

@@ -152,9 +152,8 @@ def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Sequen
 def _require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
     """Requires the bounds [S + 1] of sequences of `tokens` tokens in total."""
     checks.require_ints(op, cu_seqlens=cu_seqlens)
-    checks.require(
-        cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
-    )
+    are_bounds = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0
+    checks.require(are_bounds, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape))
     if is_host(cu_seqlens.device) and not torch.compiler.is_compiling():  # elsewhere this check would synchronize
         ordered = cu_seqlens[0] == 0 and cu_seqlens[-1] == tokens and bool((cu_seqlens.diff() >= 0).all())
         checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", cu_seqlens.tolist(), tokens)
