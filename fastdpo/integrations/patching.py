@@ -136,7 +136,7 @@ def patch(
             the same values for these tokens.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
             distinct tokens, or, with "auto", of as many as are useful and fit into the device's
-            memory. TRL's DPO-, Reward-, KTO-, SFT-, GRPO- and RLOOTrainer take it.
+            memory. TRL's DPO-, Reward-, KTO-, SFT-, GRPO-, RLOO- and TPOTrainer take it.
         compile: compile the decoder layers for packed calls, once for batches of all lengths, and
             replay CUDA graphs where that is faster. "auto": on a GPU, where both pay in what is left of
             the training.

@@ -87,7 +87,7 @@ class ScoredRows(NamedTuple):
     @property
     def tokens(self) -> TokenLogps:
         """The log-probabilities and statistics alone, as `PreferenceMeans.update_tokens` takes them."""
-        return TokenLogps(self.logps, self.entropy, self.mean_logits, self.is_top1, self.log_sum_sq_probs)
+        return TokenLogps(**{name: getattr(self, name) for name in TokenLogps._fields})
 
     @property
     def logits(self) -> FusedLogits:

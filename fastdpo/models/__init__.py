@@ -37,4 +37,5 @@ Some models and batches need more:
     mixers/          layers that mix tokens by other means than attention
     reward_head.py   models that score rows
     adapters.py      PEFT's adapters
+    splitting.py     batches that ranks share, with sequence_group.py (what each of them computes)
 """

@@ -1,1 +1,1 @@
-"""LLaMA-Factory's trainers."""
+"""LLaMA-Factory: `CustomDPOTrainer`, `CustomKTOTrainer` and `PairwiseTrainer`."""

@@ -1,1 +1,1 @@
-"""OpenRLHF: `DPOTrainer`."""
+"""OpenRLHF: `DPOTrainer` and `RewardModelTrainer`."""

@@ -1,3 +1,11 @@
-"""`patch(max_tokens=...)` for trainers of TRL: a step's pairs are cut where they are collated, or its rows before they
-are trained on.
+"""`patch(max_tokens=...)` for trainers of TRL: what a step trains on is cut into micro-batches.
+
+    budget.py          collects the batches of a step, and has TRL log the numbers of its own
+    padded_budget.py   the batches of trainers whose collators pad them
+    planning.py        cuts units, which are rows or groups of rows, into micro-batches
+    learned_tokens.py  "auto": how many tokens a micro-batch may have
+    dealing.py         deals pairs to the ranks
+    refusals.py        what is not supported, and why
+
+Nothing of it runs without the option.
 """
