@@ -7,5 +7,5 @@
     dealing.py         deals pairs to the ranks
     refusals.py        what is not supported, and why
 
-Nothing of it runs without the option.
+`budget.BudgetLine` says what the line of a trainer defines.
 """
