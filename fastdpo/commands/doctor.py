@@ -118,7 +118,7 @@ def package_findings() -> Iterator[Finding]:
         if version is None:
             yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
         elif requirement.specifier.contains(version, prereleases=True):
-            known = f": {packages.description(requirement.name)}" if requirement.name in packages.PACKAGES else ""
+            known = f": {packages.description(requirement.name)}" if requirement.name in packages.TESTED else ""
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
@@ -143,10 +143,10 @@ def _as_a_script_sees_it() -> Finding:
 
 def _optional(package: str, version: str) -> Finding:
     """An installed package, and whether its version was tested."""
-    reason = packages.missing_reason((package,)) if package in packages.PACKAGES else None
+    reason = packages.missing_reason((package,)) if package in packages.TESTED else None
     if reason is not None:
         return Finding(OFF, package, f"{version}: off, {reason.named}")
-    if package in packages.PACKAGES:
+    if package in packages.TESTED:
         return Finding(OK, package, f"{version}: {packages.description(package)}")
     lines = [line for line in LINES if line.distribution == package]
     if not lines:

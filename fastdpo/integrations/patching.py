@@ -306,7 +306,7 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     if reason is not None or trainer_line is None:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
     tested = [f"{line.distribution}{line.versions}"] if trainer_line.is_newer else []
-    tested += [f"{x}<={y.tested}" for x, y in packages.PACKAGES.items() if x in trainer_line.newer]
+    tested += [f"{x}<={y}" for x, y in packages.TESTED.items() if x in trainer_line.newer]
     seam = Seam(name, version, None, tested=", ".join(tested) or None, compared=trainer_line.is_newer)
     relied_on = {x: y for x, y in trainer_line.options_rely_on.items() if x in PatchOptions._fields}
     changed = {option: trainer_line.changed_code(functions) for option, functions in relied_on.items()}

@@ -80,7 +80,7 @@ def results(tmp_path_factory):
     return train_copies("1.17.0", copies, tmp_path_factory.mktemp("copies"))
 
 
-TESTED = "".join(f", {package}<={packages.PACKAGES[package].tested}" for package in packages.newer())
+TESTED = "".join(f", {package}<={packages.TESTED[package]}" for package in packages.newer())
 COMPARED = "its first calls are compared with stock ones"
 ON = f"on, provisionally: newer than the tested versions, trl>=1.15,<1.17{TESTED}: {COMPARED}"
 OFF = (

@@ -17,12 +17,7 @@ from tests.support import ROOT
 from tests.support.copies import change, set_newer
 from tests.support.trl.dpo import assert_same_bits, tiny_model, train
 
-NAMES = [
-    (package, module, name)
-    for package, relied_on in packages.PACKAGES.items()
-    for module, names in relied_on.names.items()
-    for name in names
-]
+NAMES = [(module.partition(".")[0], module, name) for module, names in packages.NAMES.items() for name in names]
 
 
 def take_away(monkeypatch, module, name):
@@ -70,13 +65,13 @@ def test_a_name_that_goes_missing_later_leaves_the_model_to_stock(monkeypatch, c
     assert_same_bits(stock, patched)
 
 
-@pytest.mark.parametrize("package", packages.PACKAGES)
+@pytest.mark.parametrize("package", packages.TESTED)
 def test_a_newer_version_is_provisional(monkeypatch, package):
     """The report of a patch says so, as the doctor does."""
     set_newer(monkeypatch, package)
     (seam,) = fastdpo.patch("trl.DPOTrainer").seams
-    tested = packages.PACKAGES[package].tested
-    versions = ", ".join(f"{name}<={packages.PACKAGES[name].tested}" for name in packages.newer())
+    tested = packages.TESTED[package]
+    versions = ", ".join(f"{name}<={packages.TESTED[name]}" for name in packages.newer())
     assert f"{package}<={tested}" in versions
     assert seam.provisional == f"newer than the tested versions, {versions}"
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}"
@@ -95,6 +90,5 @@ def test_the_tested_versions_are_those_of_the_tests():
         line.split("==") for line in (ROOT / "constraints" / "pins.txt").read_text().splitlines() if "==" in line
     )
     pins["torch"] = re.search(r"^TORCH \?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-    assert {package: Version(x.tested) for package, x in packages.PACKAGES.items()} == {
-        package: Version(pins[package]) for package in packages.PACKAGES
-    }
+    tested = {package: Version(x) for package, x in packages.TESTED.items()}
+    assert tested == {package: Version(pins[package]) for package in packages.TESTED}

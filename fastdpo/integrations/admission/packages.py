@@ -6,7 +6,7 @@ All of their versions are supported. A name that is missing is a reason to leave
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from collections.abc import Collection
 
 from packaging.version import Version
 
@@ -14,88 +14,58 @@ from ...reasons import Reason
 from .signatures import attribute_of
 from .versions import installed_version
 
+TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2"}
+"""The packages, and the newest version of each that was tested."""
 
-class Package(NamedTuple):
-    """What is relied on in a package.
-
-    Attributes:
-        tested: the newest version that was tested.
-        names: of what must be there, by module.
-    """
-
-    tested: str
-    names: dict[str, tuple[str, ...]]
-
-
-PACKAGES = {
-    "torch": Package(
-        "2.13.0",
-        {"torch.distributed.fsdp": ("FSDPModule",), "torch.distributed.tensor": ("DTensor", "Shard", "Replicate")},
+NAMES = {
+    "torch.distributed.fsdp": ("FSDPModule",),
+    "torch.distributed.tensor": ("DTensor", "Shard", "Replicate"),
+    "transformers.modeling_utils": (
+        *("ALL_ATTENTION_FUNCTIONS.register", "AttentionInterface"),
+        *("PreTrainedModel.set_attn_implementation", "PreTrainedModel._can_set_attn_implementation"),
+        *("PreTrainedModel.get_output_embeddings", "PreTrainedModel.get_input_embeddings"),
     ),
-    "transformers": Package(
-        "5.23.0",
-        {
-            "transformers.modeling_utils": (
-                *("ALL_ATTENTION_FUNCTIONS.register", "AttentionInterface"),
-                *("PreTrainedModel.set_attn_implementation", "PreTrainedModel._can_set_attn_implementation"),
-                *("PreTrainedModel.get_output_embeddings", "PreTrainedModel.get_input_embeddings"),
-            ),
-            "transformers.masking_utils": ("ALL_MASK_ATTENTION_FUNCTIONS.register", "AttentionMaskInterface"),
-            "transformers.configuration_utils": (
-                *("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),
-            ),
-            "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
-        },
+    "transformers.masking_utils": ("ALL_MASK_ATTENTION_FUNCTIONS.register", "AttentionMaskInterface"),
+    "transformers.configuration_utils": ("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),
+    "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
+    "accelerate.accelerator": ("Accelerator.gather", "Accelerator.gather_for_metrics"),
+    "accelerate.data_loader": (
+        *("BatchSamplerShard._iter_with_no_split", "SeedableRandomSampler.__iter__"),
+        *("DataLoaderShard", "DataLoaderDispatcher"),
     ),
-    "accelerate": Package(
-        "1.15.0",
-        {
-            "accelerate.accelerator": ("Accelerator.gather", "Accelerator.gather_for_metrics"),
-            "accelerate.data_loader": (
-                *("BatchSamplerShard._iter_with_no_split", "SeedableRandomSampler.__iter__"),
-                *("DataLoaderShard", "DataLoaderDispatcher"),
-            ),
-            "accelerate.utils": (
-                *("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),
-            ),
-            "accelerate.state": ("AcceleratorState._shared_state",),
-        },
-    ),
-    "peft": Package(
-        "0.21.2",
-        {
-            "peft.tuners.tuners_utils": ("BaseTunerLayer.disable_adapters", "BaseTunerLayer.active_adapters"),
-            "peft.utils.other": ("AuxiliaryTrainingWrapper",),
-        },
-    ),
+    "accelerate.utils": (*("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),),
+    "accelerate.state": ("AcceleratorState._shared_state",),
+    "peft.tuners.tuners_utils": ("BaseTunerLayer.disable_adapters", "BaseTunerLayer.active_adapters"),
+    "peft.utils.other": ("AuxiliaryTrainingWrapper",),
 }
+"""The names that must be there, by module."""
 
 
 def is_newer(package: str) -> bool:
     """Whether the installed version is newer than the tested one."""
     version = installed_version(package)
-    return version is not None and Version(Version(version).public) > Version(PACKAGES[package].tested)
+    return version is not None and Version(Version(version).public) > Version(TESTED[package])
 
 
 def newer() -> list[str]:
     """The packages that are installed in a version newer than the tested one."""
-    return [package for package in PACKAGES if is_newer(package)]
+    return [package for package in TESTED if is_newer(package)]
 
 
-def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None:
+def missing_reason(packages: Collection[str] = TESTED) -> Reason | None:
     """Which name is missing in the installed packages, or None. Looks into modules that have been imported."""
-    for package in packages:
-        for module, names in PACKAGES[package].names.items():
-            for name in names if module in sys.modules else ():
-                if attribute_of(sys.modules[module], name) is None:
-                    described = f"{package} {installed_version(package)}"
-                    return Reason("missing-name", package=described, missing=f"{module}:{name}")
+    for module, names in NAMES.items():
+        package = module.partition(".")[0]
+        for name in names if package in packages and module in sys.modules else ():
+            if attribute_of(sys.modules[module], name) is None:
+                described = f"{package} {installed_version(package)}"
+                return Reason("missing-name", package=described, missing=f"{module}:{name}")
     return None
 
 
 def description(package: str) -> str:
     """Whether the installed version was tested, for the report of the doctor."""
-    tested = PACKAGES[package].tested
+    tested = TESTED[package]
     if is_newer(package):
         return f"provisionally, newer than the tested version, {tested}"
     is_same = Version(installed_version(package) or "0").public == tested

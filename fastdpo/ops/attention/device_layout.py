@@ -341,7 +341,8 @@ def _leaves(host: tuple) -> Iterator[Tensor | int]:
 
 def _replaced(host: Any, leaves: Iterator[Tensor | int]) -> Any:
     """A description with other tensors and ints."""
-    return host._make(
+    make: Any = getattr(host, "_make", tuple)
+    return make(
         _replaced(x, leaves) if isinstance(x, tuple) else next(leaves) if isinstance(x, (Tensor, int)) else x
         for x in host
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, reduce
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +36,8 @@ block's first query minus that of the first key.
 """
 
 
-class QueryBlocks(NamedTuple):
-    """Blocks of queries with the ranges of keys that they see."""
-
-    blocks: list[tuple[slice, list[KeyRange]]]
+QueryBlocks = tuple[list[tuple[slice, list[KeyRange]]]]
+"""Blocks of queries with the ranges of keys that they see, as an `AttentionCall` describes rows."""
 
 
 def query_blocks(rows: Rows, window: int, max_scores: int | None) -> Iterator[tuple[slice, list[KeyRange]]]:
@@ -97,16 +94,16 @@ class PiecesCall:
             self._pieces = MatmulPieces(query, window, scale, softcap)
 
     def describe(self, rows: Rows) -> QueryBlocks:
-        return QueryBlocks([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)])
+        return ([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)],)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: QueryBlocks
     ) -> tuple[Tensor, Tensor]:
-        out, lse = empty_outputs(query, value)
+        (out, lse), (blocks,) = empty_outputs(query, value), layout
         inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
         q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in layout.blocks:
+            for block, ranges in blocks:
                 queries = q[:, :, block]
                 results = [
                     self._pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges
@@ -117,12 +114,12 @@ class PiecesCall:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: QueryBlocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        (blocks,), dquery = layout, torch.zeros_like(query, memory_format=torch.contiguous_format)
         dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
         tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
         g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in layout.blocks:
+            for block, ranges in blocks:
                 block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
                 for keys, offset in ranges:
                     inputs = block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset

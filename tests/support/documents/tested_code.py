@@ -35,7 +35,7 @@ def relied_on(line: TrainerLine) -> dict[str, Any]:
 
 def found() -> dict[str, str | None]:
     """The hashes of the functions that lines rely on, by their names, of packages in their newest tested versions."""
-    tested = {name for name, x in packages.PACKAGES.items() if installed_version(name) == x.tested}
+    tested = {name for name, x in packages.TESTED.items() if installed_version(name) == x}
     hashes = {}
     for line in newest_lines():
         recorded = tested if line.is_newer else {*tested, line.package}
@@ -48,7 +48,7 @@ def main() -> None:
     hashes = found()
     replaced = {name.partition(".")[0] for name in hashes}
     if "trl" not in replaced:  # whose lines rely on all that is recorded of the packages below trainers
-        replaced -= packages.PACKAGES.keys()
+        replaced -= packages.TESTED.keys()
     kept = {name: x for name, x in tested_code.hashes().items() if name.partition(".")[0] not in replaced}
     tested_code.PATH.write_text(json.dumps(kept | hashes, indent=2, sort_keys=True) + "\n")
 
