@@ -10,7 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, Memory, learning, memory, useful_tokens
+from fastdpo.integrations.trl.max_tokens.learned_tokens import (
+    LearnedTokens,
+    MemoryReport,
+    learning,
+    memory,
+    useful_tokens,
+)
 from fastdpo.models import calls as counters
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
@@ -113,7 +119,7 @@ class Stand:
 def test_another_device_learns_anew(monkeypatch):
     saved: dict = {}
     for total, own in ((TOTAL, 20), (TOTAL // 2, 20), (TOTAL, 10)):
-        monkeypatch.setattr(learned_tokens, "memory", lambda device, total=total: Memory(0, 100, 0, total))
+        monkeypatch.setattr(learned_tokens, "memory", lambda device, total=total: MemoryReport(0, 100, 0, total))
         learned = LearnedTokens(Stand(1, saved), "a trainer")
         assert (learned.of_step(own) == own) == (own == 20)
         learned.ran(own)
@@ -159,5 +165,5 @@ def test_what_devices_report(monkeypatch):
         mem_get_info=(30, 100), memory_reserved=40, memory_allocated=10, max_memory_allocated=35
     ).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory(torch.device("cuda")) == Memory(used=10, peak=35, others=30, total=100)
+    assert memory(torch.device("cuda")) == MemoryReport(used=10, peak=35, others=30, total=100)
     assert memory(torch.device("meta")) is None

@@ -21,7 +21,7 @@ from ...integrations.lines import LINES
 from ..model_names import is_reward_model
 from . import tiny
 from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
-from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
+from .verdicts import FAILED, Cost, QuantityVerdict, Run, costs, verdicts
 
 RunSide = Callable[[Settings, str], Run]
 
@@ -35,7 +35,7 @@ class Report(NamedTuple):
     """
 
     title: str
-    verdicts: list[Verdict]
+    verdicts: list[QuantityVerdict]
     costs: list[Cost]
     ok: bool
 

@@ -23,7 +23,7 @@ COUNTS = ("rewards/accuracies", "accuracy", "mean_token_accuracy")
 """Metrics that count comparisons, which rounding may flip."""
 
 
-class Verdict(NamedTuple):
+class QuantityVerdict(NamedTuple):
     """One row of the report. Differences are relative, `||x - y|| / ||y||` over all batches.
 
     Attributes:
@@ -66,7 +66,7 @@ def costs(stock: Run, fastdpo: Run) -> list[Cost]:
     return found
 
 
-def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Verdict]:
+def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[QuantityVerdict]:
     """The verdict of each quantity.
 
     Args:
@@ -76,16 +76,16 @@ def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Verdict]:
     return [_fused(fastdpo), *_compared(stock, fastdpo, rounded)]
 
 
-def _fused(fastdpo: Run) -> Verdict:
+def _fused(fastdpo: Run) -> QuantityVerdict:
     calls = fastdpo["calls"]
     stock = {name: n for name, n in calls.items() if not name.endswith(" fused")}
     if calls and not stock:
-        return Verdict("every call is fused", None, None, None, OK)
+        return QuantityVerdict("every call is fused", None, None, None, OK)
     detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])
-    return Verdict("every call is fused", None, None, None, FAILED, detail)
+    return QuantityVerdict("every call is fused", None, None, None, FAILED, detail)
 
 
-def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Verdict]:
+def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[QuantityVerdict]:
     unit = stock["unit"]
     for name in dict.fromkeys(name for run in (stock, fastdpo, rounded) for name in run["scores"]):
         values = [run["scores"].get(name) for run in (stock, fastdpo, rounded)]
@@ -111,14 +111,14 @@ def _verdict(
     unit: float,
     scale: Tensor | None = None,
     floor: float | None = None,
-) -> Verdict:
+) -> QuantityVerdict:
     """The verdict of values of any shape. With a floor, it is allowed next to the measured difference."""
     if stock is None or fastdpo is None or rounded is None or not stock.shape == fastdpo.shape == rounded.shape:
         shapes = [None if x is None else list(x.shape) for x in (stock, fastdpo)]
-        return Verdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
+        return QuantityVerdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
     measured, found = (_difference(x, stock, scale) for x in (rounded, fastdpo))
     allowed = run_bound(measured, unit) if floor is None else 2 * measured + floor
-    return Verdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
+    return QuantityVerdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
 
 
 def _difference(x: Tensor, base: Tensor, scale: Tensor | None) -> float:

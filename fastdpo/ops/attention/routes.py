@@ -73,7 +73,7 @@ class Kind(NamedTuple):
         return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
 
 
-class Route(NamedTuple):
+class AttentionRoute(NamedTuple):
     """How a kind of call is computed, whatever its layout.
 
     Attributes:
@@ -98,7 +98,7 @@ class Prepared(NamedTuple):
     """
 
     options: AttentionOptions
-    route: Route
+    route: AttentionRoute
     layout: DeviceLayout[Any]
     ahead: tuple[Ahead, Tensor] | None
 
@@ -191,7 +191,7 @@ def refill(recorded: Rows, rows: Rows) -> bool:
     return True
 
 
-def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Route:
+def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> AttentionRoute:
     """The route of a call. It depends on the rows by the length of the longest alone.
 
     A window as long as that hides nothing. Libraries run other kernels with a window, so what is probed, timed and
@@ -200,7 +200,7 @@ def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions
     options = options._replace(window=_visible_window(options, rows))
     name = chosen(query, value, rows, options)
     call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
-    return Route(options, name, call)
+    return AttentionRoute(options, name, call)
 
 
 def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import Memory
+from fastdpo.integrations.trl.max_tokens.learned_tokens import MemoryReport
 from fastdpo.models import calls as counters
 
 WEIGHTS = 1000
@@ -46,5 +46,5 @@ class DeviceMemory:
             count(*args)
 
         monkeypatch.setattr(counters, "count_tokens", counting)
-        monkeypatch.setattr(learned_tokens, "memory", lambda device: Memory(WEIGHTS, self.peak, 0, self.total))
+        monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(WEIGHTS, self.peak, 0, self.total))
         monkeypatch.setattr(learned_tokens, "USEFUL_ON_CPU", useful)

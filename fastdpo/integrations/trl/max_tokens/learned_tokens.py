@@ -54,7 +54,7 @@ of 4,931, whose activations are further beyond the caches, it took 6.2 s.
 """
 
 
-class Memory(NamedTuple):
+class MemoryReport(NamedTuple):
     """The memory of a device, in bytes.
 
     Attributes:
@@ -70,18 +70,18 @@ class Memory(NamedTuple):
     total: int
 
 
-def memory(device: torch.device) -> Memory | None:
+def memory(device: torch.device) -> MemoryReport | None:
     """What a device reports, or None if it does not report a peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
-        return Memory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), others, total)
+        return MemoryReport(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), others, total)
     if device.type == "cpu" and psutil.LINUX:
         import resource
 
         used, whole = psutil.Process().memory_info().rss, psutil.virtual_memory()
         peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # the system updates it later
-        return Memory(used, peak, max(whole.total - whole.available - used, 0), whole.total)
+        return MemoryReport(used, peak, max(whole.total - whole.available - used, 0), whole.total)
     return None
 
 
@@ -133,7 +133,7 @@ class LearnedTokens:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
         return self._trainer.state.global_step > 0 and not self._saved()[1]
 
-    def learn(self, before: Memory | None, after: Memory | None) -> None:
+    def learn(self, before: MemoryReport | None, after: MemoryReport | None) -> None:
         """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
         micro-batch of a step.
         """
