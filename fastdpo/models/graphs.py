@@ -135,8 +135,9 @@ class Graphs:
         return recording.states(inputs, index)
 
     def begin_training(self) -> None:
-        """Counts the batches of another training. Recordings stay."""
+        """Drops what was counted and recorded before, which may leave the training less memory than it needs."""
         self._seen.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Drops all recordings."""

@@ -267,6 +267,18 @@ def test_recordings_leave_room(monkeypatch, recorder, caplog):
     assert "the device has no memory for a recording of 80 tokens [graphs-memory]" in line
 
 
+def test_a_training_begins_without_the_recordings_of_what_was_before(recorder):
+    """As of an evaluation, or of references that were precomputed: its optimizer has not taken its memory yet."""
+    model = fastdpo.prepare(llama())
+    with torch.no_grad():
+        for given in BATCHES:
+            loss_of(model, given)
+    assert len(recorder.recordings) == 1
+    pace.begin({})
+    step(model, BATCHES[0])
+    assert not recorder.recordings
+
+
 def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, caplog):
     """As those that replace torch's own: what a recording may take cannot be known, and nothing is raised."""
     caplog.set_level("INFO", "fastdpo")
