@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastdpo import distributed
 from fastdpo.distributed import STEPS_OF_NOTICE, Ballot
@@ -16,6 +17,7 @@ from fastdpo.models.pace import LEAST_SAVING, MARGIN, Pace, Training, Trial
 from fastdpo.models.running import GRAPHS, PAIRS
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.choice.notes import Compiled
+from tests.support.ref_logps import ranks as run_ranks
 
 TOKENS = 1500
 """Of a batch of the size 1."""
@@ -324,6 +326,19 @@ def test_a_result_that_comes_late_holds_at_once(monkeypatch):
     delays = iter([0, 0, 3 * STEPS_OF_NOTICE])
     found = vote(monkeypatch, Store(lambda: next(delays)), [1.0, 2.0], [0, 0])
     assert {result for _, result in found.values()} == {1.0}
+
+
+def test_the_store_of_a_process_group(tmp_path):
+    def asked(rank: int) -> list[float | None]:
+        ballot, found = Ballot("asked"), []
+        for step in range(5 * STEPS_OF_NOTICE):
+            found.append(ballot.smallest(step, 3.0 - rank if step > 5 * rank else None))
+            dist.barrier()
+        return found
+
+    first, second = run_ranks(2, tmp_path, asked)
+    assert first == second
+    assert {*first[::STEPS_OF_NOTICE]} == {None, 2.0}
 
 
 def test_one_rank_has_its_own_number():
