@@ -12,7 +12,7 @@ from .. import packing
 from ..ops.head.results import TokenLogps
 from . import head
 from .batch import labels_of_call
-from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict
+from .state import MODELS, FusedForward, RunnableBatch, ScoredBatch, Verdict, state_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,9 +29,17 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
         try:
             return _score(model, fused, batch, kwargs)
         except torch.OutOfMemoryError:
-            if not fused.runner.release():
+            if not _release_recordings(fused):
                 raise
         return _score(model, fused, batch, kwargs)  # out of the handler, whose error holds memory
+
+
+def _release_recordings(fused: FusedForward) -> bool:
+    """Gives back the memory of all models' recordings, which may be on one device. Returns whether there were any."""
+    others = (cast(FusedForward, state_of(model)) for model in [*MODELS])
+    runners = {id(x.runner): x.runner for x in (fused, *others)}
+    released = [runner.release() for runner in runners.values()]  # all of them, where `any` alone would stop
+    return any(released)
 
 
 def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:

@@ -241,6 +241,7 @@ def out_of_memory_at(monkeypatch, call):
 def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recorder, caplog, call):
     caplog.set_level("INFO", "fastdpo")
     models = [fastdpo.prepare(llama()) for _ in range(2)]
+    fastdpo.prepare(models[1], compile=False)
     expected = [step(models[1], given) for given in BATCHES * 2]
     out_of_memory_at(monkeypatch, call)
     found = [step(models[0], given) for given in BATCHES * 2]
@@ -248,7 +249,27 @@ def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recor
         assert_close(ours, stock)
     assert "without memory for a batch, what recordings held was given back [graphs-memory-left]" in caplog.text
     gc.collect()
-    assert len(recorder.recordings) == 2  # those of the other model
+    assert not recorder.recordings
+
+
+def test_a_reference_without_memory_takes_back_what_the_policy_has_recorded(monkeypatch, recorder, caplog):
+    """Between forward and backward of the policy, whose gradients stay what they are."""
+    caplog.set_level("INFO", "fastdpo")
+    policy, reference, other = (fastdpo.prepare(llama()) for _ in range(3))
+    for given in BATCHES:
+        step(policy, given)
+        expected = step(other, given)
+    policy.zero_grad()
+    loss = loss_of(policy, given)
+    out_of_memory_at(monkeypatch, 1)
+    with torch.no_grad():
+        loss_of(reference, given)
+    loss.backward()
+    assert_close(gradients(policy), {name: x for name, x in expected.items() if name != "loss"})
+    del loss
+    gc.collect()
+    assert not recorder.recordings
+    assert "no CUDA graphs, without memory for a batch" in caplog.text
 
 
 def test_recordings_leave_room(monkeypatch, recorder, caplog):
