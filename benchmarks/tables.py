@@ -421,7 +421,7 @@ def demo_table(result: Result) -> str:
 
 
 def trainings_table(result: Result) -> str:
-    """The seconds, losses and memory of whole trainings."""
+    """The seconds, losses and memory of whole trainings, and the parts of their first steps, if they were measured."""
     rows = []
     for name, x in result["sides"].items():
         first, *others = x["step_seconds"]
@@ -430,4 +430,10 @@ def trainings_table(result: Result) -> str:
         seconds = (f"{s:.2f} s" for s in (x["seconds"], first, median(others)))
         rows.append([name, *seconds, losses, f"{evaluated:.4f}", f"{(x['peak_bytes'] or 0) / MIB:,.0f}"])
     headers = ["", "training", "first step", "median of the others", "losses", "evaluation", "MiB"]
-    return render(rows, headers)
+    tables = [render(rows, headers)]
+    for title, key in (("before the first step", "before_first_step"), ("the first step", "first_step")):
+        of_sides = {name: x[key] for name, x in result["sides"].items() if key in x}
+        parts = dict.fromkeys(part for seconds in of_sides.values() for part in seconds)
+        rows = [[part, *(f"{seconds.get(part, 0):.2f} s" for seconds in of_sides.values())] for part in parts]
+        tables += [render(rows, [title, *of_sides])] if rows else []
+    return "\n\n".join(tables)

@@ -4,7 +4,8 @@
 
 The settings are those in the header of TRL's script for DPO: 2 pairs 8 times a step, a learning rate of 5e-7, float32
 weights under autocast to bfloat16, gradient checkpointing, AdamW, and an evaluation. Each side trains in a process of
-its own, one after the other, with empty caches of fastdpo and of Triton. Seconds contain what the first steps wait for.
+its own, one after the other, with empty caches of fastdpo and of Triton. Seconds contain what the first steps wait for,
+which is split into its parts.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import argparse
 import json
 import os
 import re
+import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import DPOConfig
 
-from benchmarks import machine
+from benchmarks import machine, messages
 from benchmarks.cases import SUBJECT
-from benchmarks.first_step import CACHES, in_new_process
+from benchmarks.first_step import CACHES, Clock, in_new_process, watched
 from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.suites.step import BOUNDS, GPU_SIZE, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK
@@ -43,16 +46,19 @@ EVALUATED = 32  # pairs
 
 
 class StepClock(TrainerCallback):
-    """When the training began, when each optimizer step ended, and what was logged."""
+    """When the training began, when each optimizer step ended, and what was logged. `parts` is on in the first step."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Clock) -> None:
+        self.parts = parts
         self.ends: list[float] = []
         self.logs: list[dict[str, float]] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(now())
+        self.parts.is_on = True
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.parts.is_on = False
         self.ends.append(now())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -64,7 +70,10 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
     import fastdpo
     from benchmarks.sides.trainer import TokenizedTrainer, build_tokenizer
 
+    before = {"process and imports": time.time() - psutil.Process().create_time()}
     torch.set_num_threads(threads)
+    logged = messages.collected()
+    parts = watched()
     if options is not None:
         os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
         fastdpo.patch("trl.DPOTrainer", **options)
@@ -91,15 +100,24 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
             report_to="none",
             disable_tqdm=True,
         )
+        start = now()
+        models = [w.build_model(work, seed) for seed in (w.POLICY, w.REFERENCE)]
+        built = now()
         trainer = TokenizedTrainer(
-            model=w.build_model(work, w.POLICY),
-            ref_model=w.build_model(work, w.REFERENCE),
+            *models,
             args=config,
             train_dataset=Dataset.from_list(pairs[EVALUATED:]),
             eval_dataset=Dataset.from_list(pairs[:EVALUATED]),
             processing_class=build_tokenizer(),
         )
-        clock = StepClock()
+        before |= {"models": built - start, "trainer": now() - built}
+        for part, owner, name in (
+            ("batches", trainer, "get_batch_samples"),
+            ("backward", trainer.accelerator, "backward"),
+            ("optimizer", torch.optim.AdamW, "step"),
+        ):
+            parts.watch(part, owner, name)
+        parts.is_on, clock = False, StepClock(parts)
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
         start = now()
@@ -107,7 +125,16 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
         seconds = now() - start
     of_steps = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"seconds": seconds, "step_seconds": of_steps, "peak_bytes": peak, "logs": clock.logs}
+    before["train() up to its first step"] = clock.ends[0] - start
+    rest = {"forward and everything else": of_steps[0] - parts.seconds.total()}
+    first = {"before_first_step": before, "first_step": dict(parts.seconds) | rest}
+    return first | {
+        "seconds": seconds,
+        "step_seconds": of_steps,
+        "peak_bytes": peak,
+        "logs": clock.logs,
+        "messages": logged,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,5 +30,11 @@ def test_the_command(measured):
         for log, expected in zip(logs, stock, strict=True):
             for name in log.keys() & {"loss", "eval_loss", "grad_norm", "rewards/margins", "eval_rewards/margins"}:
                 assert log[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    assert all(len(x["step_seconds"]) == 3 for x in sides.values())
+    for x in sides.values():
+        assert len(x["step_seconds"]) == 3
+        assert sum(x["first_step"].values()) == pytest.approx(x["step_seconds"][0])
+        assert {"batches", "backward", "optimizer"} <= x["first_step"].keys()
+        assert all(0 < seconds < x["step_seconds"][0] for seconds in x["first_step"].values())
+    assert "probe" in sides["fastdpo"]["first_step"]
+    assert "| backward" in printed
     assert all(name in printed for name in sides)
