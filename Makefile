@@ -41,7 +41,7 @@ WHEEL := .venv-wheel
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
-	bench bench-llamafactory bench-ops bench-gpu gpu-wheels gpu-flash-attn clean
+	bench bench-llamafactory bench-ops bench-gpu gpu-day-1 gpu-day-2 gpu-wheels gpu-flash-attn clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -269,6 +269,26 @@ bench-gpu:
 	fi; \
 	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json $(filter --quick,$(ARGS)) || status=1; \
 	exit $$status
+
+# A quarter of an hour on a GPU in two commands, what matters most first. Each line ends after its seconds at the latest,
+# and its JSON is written after each case. With GPU_DEVICE=cpu and ARGS=--quick, small cases of a GPU run without one.
+WITHIN := timeout --kill-after 5
+GPU_STEPS = $(GPU_PYTHON) -m benchmarks.run --suite step --resume --rounds 3 --json $(GPU_OUT)/step.json $(ARGS) --sides \
+	"^(TRL as shipped|fastdpo|fastdpo, (compiled layers|CUDA graphs of compiled layers|patch.. alone))$$"
+gpu-day-1 gpu-day-2: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+gpu-day-1 gpu-day-2: export GPU_CASES := 1
+gpu-day-1:
+	-$(WITHIN) 100 $(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) $(GPU_TESTS)
+	-$(WITHIN) 240 $(GPU_STEPS) --cases "^0.5B, full/" --seconds 180
+	-$(WITHIN) 200 $(GPU_PYTHON) -m benchmarks.trainings --steps 20 --json $(GPU_OUT)/trainings.json $(filter --quick,$(ARGS))
+
+gpu-day-2:
+	-$(WITHIN) 230 $(GPU_STEPS) --cases "^8B, LoRA, checkpointing" --seconds 150
+	-$(WITHIN) 60 $(GPU_PYTHON) -m benchmarks.run --suite attention --cases "prompt as long|heads of 64$$|UltraFeedback|quick" \
+		--seconds 30 --json $(GPU_OUT)/attention.json $(ARGS)
+	-$(WITHIN) 90 $(GPU_PYTHON) -m benchmarks.run --suite accumulated --rounds 2 --seconds 50 \
+		--json $(GPU_OUT)/accumulated.json $(ARGS)
+	-$(WITHIN) 120 $(GPU_STEPS) --cases "^8B, LoRA/" --one-by-one --seconds 60
 
 # The wheels that a machine with a GPU lacks, for Python 3.12, and the sources of flash-attn 2, in out/gpu/wheels.
 # Their requirements are checked against each other and against tools/gpu-machine.txt. There:

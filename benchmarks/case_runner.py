@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +32,23 @@ class CaseRunner:
         rounds: number of passes over the batches.
         threads: number of threads of each side.
         progress: shows what is being done.
+        end: the time of `time.monotonic` after which no further pass begins.
         one_by_one: whether to finish each side before the next one is loaded. Sides in turn meet the same speed of
             a host, which varies by a third within seconds on some machines, but all their weights are in memory.
     """
 
     def __init__(
-        self, suite: Suite, case: Case, rounds: int, threads: int, progress: Progress, one_by_one: bool = False
+        self,
+        suite: Suite,
+        case: Case,
+        rounds: int,
+        threads: int,
+        progress: Progress,
+        end: float = float("inf"),
+        one_by_one: bool = False,
     ) -> None:
         self.suite, self.case, self.rounds, self.threads, self.progress = suite, case, rounds, threads, progress
+        self.end = end
         self.task = progress.add_task(case.name, total=None)
         self.workers: dict[str, Worker | InProcessWorker] = {}
         self.batches = 1
@@ -122,6 +132,8 @@ class CaseRunner:
         self._show("measuring", total=self.rounds * self.batches)
         samples: dict[str, list[dict[str, Any]]] = {name: [] for name in self.workers}
         for turn in range(self.rounds * self.batches):
+            if turn and turn % self.batches == 0 and time.monotonic() > self.end:
+                break
             names = list(self.workers)
             first = turn % max(len(names), 1)
             for name in names[first:] + names[:first]:

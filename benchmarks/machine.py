@@ -1,5 +1,6 @@
 """The machine and the package versions of a measurement."""
 
+import os
 import platform
 import re
 import subprocess
@@ -29,6 +30,11 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return match[1] if match else platform.processor() or platform.machine()
+
+
+def on_gpu() -> bool:
+    """Whether suites have the cases of a GPU: where there is one, or in a rehearsal, with GPU_CASES=1."""
+    return torch.cuda.is_available() or os.environ.get("GPU_CASES") == "1"
 
 
 def clock() -> dict[str, int]:

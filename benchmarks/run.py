@@ -1,7 +1,7 @@
 """Runs one suite: checks all sides, times the correct ones, and writes every sample to a JSON file.
 
     python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick]
-    [--resume] [--sides REGEX]
+    [--resume] [--sides REGEX] [--seconds N]
 
 The exit code is 1 if a side is incorrect or failed. Such a side gets no time, nor does one that runs
 out of memory, which is a result.
@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -86,10 +87,14 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
     if args.resume and args.json.exists():
         cases = resume(result, json.loads(args.json.read_text()), cases)
     args.json.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.seconds
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
-            records = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
+            if time.monotonic() > end:
+                progress.console.print(f"{case.name}: left out, since --seconds {args.seconds:g} are over")
+                continue
+            records = CaseRunner(suite, case, rounds, args.threads, progress, end, args.one_by_one).run()
             result["cases"] += [{**record, "commit": result["commit"]} for record in records]
             result["summary"] = summarize(result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -116,6 +121,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sides", default="", metavar="REGEX", help="run only sides whose name matches")
     parser.add_argument("--rounds", type=int, help="passes over the batches of each case; default: the suite's own")
     parser.add_argument("--threads", type=int, default=2, help="number of threads of each side; default: 2")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after so many, begin no further case or pass over batches"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="keep the cases in the JSON file and run only the missing ones"
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.machine import on_gpu
 from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload, ModelSize, Workload, draw_lengths
 from benchmarks.suites.online import LONGEST
 from benchmarks.suites.step import (
@@ -37,7 +36,7 @@ SIDES = "benchmarks.sides.accumulated:Accumulated"
 
 def build_cases(quick: bool) -> list[Case]:
     """16 pairs, rows or completions a step. `KTOTrainer` has no batches of one row."""
-    if torch.cuda.is_available():
+    if on_gpu():
         return build_gpu_cases(quick)
     size = QUICK_SIZE if quick else SIZE
     return [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from benchmarks import machine
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.attention import AttentionWorkload
 from benchmarks.sides.workload import draw_lengths
@@ -53,7 +52,7 @@ def _small(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_cases(quick: bool) -> list[Case]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = machine.on_gpu()
     pairs = GPU_PAIRS if on_gpu else PAIRS
     shape = dict(zip(("heads", "kv_heads", "d"), GPU_HEADS if on_gpu else HEADS, strict=True))
     shape["dtype"] = "bfloat16" if on_gpu else "float32"

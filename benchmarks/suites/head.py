@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks import machine
 from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.heads import DESCRIPTIONS, PEERS, HeadWorkload
 from fastdpo.ops.head.results import LOGGED_STATISTICS
@@ -33,7 +34,7 @@ GPU_SHAPES_OF_EXTRAS = tuple((16_384, v, d) for v, d in GPU_HEADS)
 
 
 def build_cases(quick: bool) -> list[Case]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = machine.on_gpu()
     shapes, of_extras = (GPU_SHAPES, GPU_SHAPES_OF_EXTRAS) if on_gpu else (SHAPES, SHAPES_OF_EXTRAS)
     dtype = "bfloat16" if on_gpu else "float32"
     groups = [("", (), False, shapes), *((name, *extra, of_extras) for name, extra in EXTRAS.items())]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from benchmarks import machine
 from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.losses import DESCRIPTIONS, LOSSES, LossWorkload
 from benchmarks.sides.workload import draw_lengths
@@ -18,7 +17,7 @@ DATASETS = ("HH", "UltraFeedback")
 
 
 def build_cases(quick: bool) -> list[Case]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = machine.on_gpu()
     heads, dtype = (GPU_HEADS, "bfloat16") if on_gpu else (HEADS, "float32")
     cases = []
     for trainable in (True, False):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from benchmarks.cases import Case, Suite
+from benchmarks.machine import on_gpu
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.step import (
     DESCRIPTIONS,
@@ -22,7 +21,7 @@ STEP = "benchmarks.sides.online:OnlineStep"
 
 
 def build_cases(quick: bool) -> list[Case]:
-    if torch.cuda.is_available():
+    if on_gpu():
         return [one_gpu_case(STEP, quick)]
     cases = []
     size, pairs = (QUICK_SIZE, 2) if quick else (ModelSize(), PAIRS)

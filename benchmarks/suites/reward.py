@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from benchmarks.cases import Case, Side, Suite
+from benchmarks.machine import on_gpu
 from benchmarks.suites.step import (
     DESCRIPTIONS,
     FLOOR,
@@ -21,7 +20,7 @@ STEP = "benchmarks.sides.reward:RewardStep"
 
 
 def build_cases(quick: bool) -> list[Case]:
-    if torch.cuda.is_available():
+    if on_gpu():
         return [one_gpu_case(STEP, quick)]
     cases = []
     for name, profile in profiles(quick, PROFILES).items():

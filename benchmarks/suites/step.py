@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
-
 from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.machine import on_gpu
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
@@ -157,7 +156,7 @@ def one_gpu_case(build: str, quick: bool) -> Case:
 
 
 def build_cases(quick: bool) -> list[Case]:
-    if torch.cuda.is_available():
+    if on_gpu():
         return build_gpu_cases(quick)
     cases = []
     for group, lora in (("full", False), ("LoRA", True)):

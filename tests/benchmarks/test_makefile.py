@@ -1,5 +1,6 @@
 """What `make bench-gpu` runs, also after a step fails, and what `make gpu-flash-attn` compiles."""
 
+import ast
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import run
+from benchmarks.suites import SUITES
 from tools import restrict_flash_attn
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,30 @@ def test_bench_gpu(failing, steps, tmp_path):
     calls = log.read_text().splitlines()
     assert len(calls) == len(steps)
     assert all(step in call for step, call in zip(steps, calls, strict=True))
+
+
+def test_each_run_of_a_day_on_a_gpu_has_its_seconds_and_its_cases(tmp_path, monkeypatch):
+    """A quarter of an hour in two commands. The suites have the cases and the sides that are asked for."""
+    monkeypatch.setenv("GPU_CASES", "1")
+    log, python = tmp_path / "log", tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport sys\nprint(sys.argv[1:], file=open({str(log)!r}, 'a'))\nsys.exit(3)\n"
+    )
+    python.chmod(0o755)
+    seconds = []
+    for part in ("gpu-day-1", "gpu-day-2"):
+        command = ["make", part, f"GPU_PYTHON={python}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds.append([int(x) for x in re.findall(r"^timeout --kill-after 5 (\d+) ", done.stdout, re.MULTILINE)])
+    calls = [ast.literal_eval(line) for line in log.read_text().splitlines()]
+    assert len(calls) == sum(map(len, seconds))
+    assert all(sum(of_part) < 600 for of_part in seconds)
+    of_suites = [run.parse(arguments) for _, module, *arguments in calls if module == "benchmarks.run"]
+    assert len(of_suites) == len(calls) - 2
+    for args in of_suites:
+        cases = [x for x in SUITES[args.suite].cases(False) if any(re.search(args.cases, name) for name in x.names)]
+        assert len(cases) == {"attention": 3}.get(args.suite, 1), args
+        assert all(sum(bool(re.search(args.sides, side.name)) for side in x.sides) >= 4 for x in cases), args
 
 
 @pytest.mark.thorough  # each step has tests of its own

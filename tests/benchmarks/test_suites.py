@@ -1,9 +1,11 @@
 """Every suite runs on tiny sizes and finds its sides correct. An incorrect side gets no time."""
 
 import dataclasses
+import itertools
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -304,6 +306,20 @@ def test_no_ratio_to_a_faulty_fastdpo(monkeypatch, tmp_path, capsys):
 def test_a_pattern_that_matches_no_case_is_an_error():
     with pytest.raises(SystemExit, match=r"--cases must match a case of head: .*; got 'nothing'"):
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
+
+
+def test_a_run_ends_after_its_seconds(sabotaged_suite, tmp_path, monkeypatch, capsys):
+    """With what it has: the passes over the batches of a case that have begun, and no further case."""
+    clock = SimpleNamespace(monotonic=partial(next, itertools.count()))
+    for module in (run, case_runner):
+        monkeypatch.setattr(module, "time", clock)
+    (case,) = SUITES["head"].cases(True)
+    cases = [dataclasses.replace(case, name=name, sides=case.sides[-1:]) for name in ("a", "b")]
+    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=lambda quick: cases))
+    code, result = run_suite("head", tmp_path, "--rounds", "5", "--seconds", "2.5")
+    assert code == 0
+    assert [len(x["sides"][SUBJECT]["samples"]) for x in result["cases"]] == [2]
+    assert "b: left out, since --seconds 2.5 are over" in capsys.readouterr().out
 
 
 def test_a_run_resumes_an_earlier_run(monkeypatch, tmp_path):
