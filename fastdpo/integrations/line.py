@@ -34,7 +34,7 @@ from .admission.tested_code import differing
 from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .options import PatchOptions
-from .replacements import Replacements, counting_callback, steps_callback
+from .replacements import Replacements, steps_callback
 from .scored_rows import Inputs, ScoredRows, score
 
 T = TypeVar("T")
@@ -367,7 +367,6 @@ class TrainerLine:
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
             trainer.add_callback(steps_callback(trainer, self.name, self.first_step))
-            trainer.add_callback(counting_callback())
 
     def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
         if self._belongs_to_another(trainer):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..logs import logger
 from ..models import pace
@@ -107,8 +107,9 @@ def callback(**events: Callable[..., None]) -> TrainerCallback:
 
 
 def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None]) -> TrainerCallback:
-    """A callback that checks each step of a trainer before its weights change. At the first log of a training and at
-    its end, it logs how many calls of the trainer took which path, and how many tokens were computed.
+    """A callback that checks each step of a trainer before its weights change. By it, the trainer says how many steps
+    are left, and its checkpoints what was decided. At the first log of a training and at its end, it logs how many
+    calls of the trainer took which path, and how many tokens were computed.
 
     Args:
         trainer: any trainer of transformers.
@@ -116,7 +117,7 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
         is_used: checks the first step of a trainer.
     """
     reference = weakref.ref(trainer)  # which holds the callback
-    first_step, has_logged = math.inf, False
+    training, first_step, has_logged = pace.training(), sys.maxsize, False
 
     def state_of(args: Any) -> Any:
         """The state of the trainer, or None in the callback of its copy, whose models are copies that say so."""
@@ -124,9 +125,14 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
         return None if trainer is None or trainer.args is not args else vars(trainer).get(STATE)
 
     def on_train_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        nonlocal first_step
+        nonlocal training, first_step
         if state_of(args) is not None:
             first_step = state.global_step + 1
+            training = pace.begin(cast(dict[str, Any], state.stateful_callbacks).setdefault(DECIDED, {}))
+
+    def on_step_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state_of(args) is not None:
+            training.done, training.left = state.global_step + 1 - first_step, state.max_steps - state.global_step
 
     def on_pre_optimizer_step(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         patched = state_of(args)
@@ -145,6 +151,7 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         patched = state_of(args)
         if patched is not None:
+            training.left = None  # for other loops of the process
             _log_calls(patched, state)
 
     def _log_calls(patched: Any, state: TrainerState) -> None:
@@ -152,7 +159,7 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
         if line is not None and state.is_world_process_zero:
             logger.info(line)
 
-    events = on_train_begin, on_pre_optimizer_step, on_log, on_train_end
+    events = on_train_begin, on_step_begin, on_pre_optimizer_step, on_log, on_train_end
     return callback(**{event.__name__: event for event in events})
 
 
@@ -163,24 +170,6 @@ def existing_trainers(*kinds: type, patched: bool) -> list[Any]:
     gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
     # The line of a subclass may have patched a trainer already.
     return [x for x in existing_instances(*kinds) if (vars(x).get(STATE) is not None) == patched]
-
-
-def counting_callback() -> TrainerCallback:
-    """A callback by which a trainer says how many steps are left, and its checkpoints what was decided."""
-    training, first = pace.training(), 0
-
-    def on_train_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        nonlocal training, first
-        first = state.global_step
-        training = pace.begin(state.stateful_callbacks.setdefault(DECIDED, {}))
-
-    def on_step_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        training.done, training.left = state.global_step - first, state.max_steps - state.global_step
-
-    def on_train_end(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        training.left = None  # for other loops of the process
-
-    return callback(on_train_begin=on_train_begin, on_step_begin=on_step_begin, on_train_end=on_train_end)
 
 
 def existing_instances(*kinds: type) -> list[Any]:

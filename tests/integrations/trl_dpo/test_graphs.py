@@ -101,3 +101,5 @@ def test_what_a_trainer_and_its_checkpoint_say(tmp_path):
     (state,) = (tmp_path / "out" / "checkpoint-2").glob("trainer_state.json")
     assert json.loads(state.read_text())["stateful_callbacks"][DECIDED] == {"policy": True}
     assert trainer.state.stateful_callbacks[DECIDED] == {"policy": True} == pace.training().settled
+    trainer.train()  # no longer patched
+    assert DECIDED not in trainer.state.stateful_callbacks
