@@ -127,24 +127,16 @@ def test_a_model_runs_in_its_own_dtype_and_three_batches_are_timed(tmp_path):
 REWARDS = {"rewards", "loss", "metric margin", "metric accuracy", "metric min_reward", "gradients: attention"}
 
 
-def test_a_reward_model(command_line, dataset, tmp_path):
+@pytest.mark.parametrize("is_tiny", [False, True], ids=["saved", "tiny"])
+def test_a_reward_model(is_tiny, command_line, dataset, tmp_path):
     """By the command, which trains it with RewardTrainer."""
-    path = write_model(tmp_path / "model", build=reward_model)
-    report = json.loads(command_line("--model", path, "--dataset", dataset, "--json").out)
+    saved = "--model", write_model(tmp_path / "model", build=reward_model), "--dataset", dataset
+    chosen = ("--tiny", "reward", "--center_rewards_coefficient=0.1") if is_tiny else saved
+    report = json.loads(command_line(*chosen, "--json").out)
     assert report["title"].startswith("LlamaForSequenceClassification in float32, 2 batches of 4 pairs")
     assert {x["name"] for x in report["verdicts"]} >= REWARDS | {"every call is fused", "gradients: head"}
     assert not any("log-probabilities" in x["name"] for x in report["verdicts"])
     assert report["costs"][0]["ratio"] > 1.3
-
-
-def test_a_tiny_reward_model(monkeypatch, capsys):
-    monkeypatch.setattr(command.subprocess, "run", run_in_a_fork)
-    with pytest.raises(SystemExit) as ended:
-        fastdpo.__main__.main(["check", "--tiny", "reward", "--center_rewards_coefficient=0.1", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert ended.value.code == 0, report
-    assert report["title"].startswith("LlamaForSequenceClassification in float32, 2 batches of 4 pairs")
-    assert {x["name"] for x in report["verdicts"]} >= REWARDS | {"every call is fused", "gradients: head"}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Rows share what they begin with, except pieces that save little."""
 
-import random
-
 import numpy as np
 import pytest
 
-from fastdpo.prefix_tree import LEAST_SAVING, prefix_tree
+from fastdpo.prefix_tree import prefix_tree
 
 
 def branches(*rows, groups=None):
@@ -53,18 +51,6 @@ def test_known_rows(rows, expected):
 def test_rows_of_different_groups_share_nothing():
     rows = ["same one", "same two", "same one", "same six"]
     assert branches(*rows, groups=[1, 0, 0, 1]) == [(0, 0), (1, 0), (1, 5), (0, 5)]
-
-
-def test_each_row_shares_with_the_row_before_that_begins_most_alike():
-    rng = random.Random(0)
-    for _ in range(300):
-        rows = []
-        for _ in range(rng.randint(1, 9)):
-            beginning = rng.choice(rows)[: rng.randint(0, 8)] if rows and rng.random() < 0.8 else ""
-            rows.append(beginning + "".join(rng.choices("abc", k=rng.randint(1, 8))))
-        assert all(len(row) < 1 / LEAST_SAVING for row in rows), "so that nothing is too little to share"
-        stored = sum(len(row) - shared for row, (_, shared) in zip(rows, branches(*rows), strict=True))
-        assert stored == len({row[: i + 1] for row in rows for i in range(len(row))})
 
 
 def test_ids_of_several_bytes():

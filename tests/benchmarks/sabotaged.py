@@ -8,42 +8,35 @@ from benchmarks.cases import Arrays
 from benchmarks.sides.heads import HeadStep, HeadWorkload
 
 
-class Wrong(HeadStep):
-    """Returns a gradient with a relative error of 1e-3."""
-
+class Faulty(HeadStep):
     def __init__(self, workload: HeadWorkload) -> None:
         super().__init__(workload, "plain PyTorch")
+
+
+class Wrong(Faulty):
+    """Returns a gradient with a relative error of 1e-3."""
 
     def check(self) -> Arrays:
         arrays = super().check()
         return arrays | {"gradient of hidden states": arrays["gradient of hidden states"] * 1.001}
 
 
-class Incomplete(HeadStep):
+class Incomplete(Faulty):
     """Returns no gradient of the hidden states."""
-
-    def __init__(self, workload: HeadWorkload) -> None:
-        super().__init__(workload, "plain PyTorch")
 
     def check(self) -> Arrays:
         return {name: x for name, x in super().check().items() if name != "gradient of hidden states"}
 
 
-class NaN(HeadStep):
+class NaN(Faulty):
     """Returns NaN."""
-
-    def __init__(self, workload: HeadWorkload) -> None:
-        super().__init__(workload, "plain PyTorch")
 
     def check(self) -> Arrays:
         return {name: x * float("nan") for name, x in super().check().items()}
 
 
-class Dies(HeadStep):
+class Dies(Faulty):
     """Ends its process during the measurement."""
-
-    def __init__(self, workload: HeadWorkload) -> None:
-        super().__init__(workload, "plain PyTorch")
 
     def step(self, batch: int) -> None:
         print("no more memory", flush=True)
@@ -57,11 +50,8 @@ class Raises(HeadStep):
         raise ValueError("too large")
 
 
-class NeedsMemory(HeadStep):
+class NeedsMemory(Faulty):
     """Runs out of memory in its first step."""
-
-    def __init__(self, workload: HeadWorkload) -> None:
-        super().__init__(workload, "plain PyTorch")
 
     def step(self, batch: int) -> None:
         raise torch.OutOfMemoryError("tried to allocate 180 GiB")

@@ -45,6 +45,18 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
     return code, json.loads(out.read_text())
 
 
+@pytest.fixture
+def run_cases(monkeypatch, tmp_path):
+    """Runs cases in the place of those of a suite."""
+    monkeypatch.syspath_prepend(HERE)
+
+    def run_them(suite: str, cases: list[Case], *options: str) -> tuple[int, dict]:
+        monkeypatch.setitem(SUITES, suite, dataclasses.replace(SUITES[suite], cases=lambda quick: cases))
+        return run_suite(suite, tmp_path, *options)
+
+    return run_them
+
+
 def without_compiling(suite: Suite) -> Suite:
     """The suite without the side that torch.compile takes half a minute for."""
 
@@ -163,14 +175,13 @@ def test_attention_with_each_feature_of_a_gpus_cases_is_correct():
 
 
 @pytest.mark.parametrize("case", [*(pytest.param(i, marks=pytest.mark.thorough) for i in range(4)), 4])
-def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
+def test_steps_of_models_in_bfloat16(case, run_cases):
     """Runs the GPU cases on tiny sizes, without the side that is compiled for minutes. The sides run one by one, as on
     a GPU that does not hold them together.
     """
     work = step.build_gpu_cases(quick=True)[case]
     work = dataclasses.replace(work, sides=tuple(side for side in work.sides if side.name != step.STOCK_COMPILED))
-    monkeypatch.setitem(SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [work]))
-    code, result = run_suite("step", tmp_path, "--rounds", "1", "--one-by-one")
+    code, result = run_cases("step", [work], "--rounds", "1", "--one-by-one")
     assert code == 0
     sides = result["cases"][0]["sides"]
     on_gpus = {step.STOCK_LIGER, step.LIGER, step.GRAPHS, step.GRAPHS_OF_COMPILED, step.AUTO}
@@ -182,30 +193,25 @@ def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
     assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
 
 
-def test_accumulated_steps_in_bfloat16(monkeypatch, tmp_path):
-    """The case of a GPU, on tiny sizes."""
-    cases = accumulated.build_gpu_cases(quick=True)
-    monkeypatch.setitem(SUITES, "accumulated", dataclasses.replace(SUITES["accumulated"], cases=lambda q: cases))
-    code, result = run_suite("accumulated", tmp_path, "--rounds", "1")
+OF_A_GPU = {
+    "accumulated": accumulated.build_gpu_cases,
+    "online": lambda quick: [step.one_gpu_case("benchmarks.sides.online:OnlineStep", quick)],
+    "reward": lambda quick: [step.one_gpu_case("benchmarks.sides.reward:RewardStep", quick)],
+}
+
+
+@pytest.mark.parametrize("suite", ["accumulated", "online", pytest.param("reward", marks=pytest.mark.thorough)])
+def test_other_steps_in_bfloat16(suite, run_cases):
+    """The case of a GPU, on tiny sizes, and sides that are selected by their names."""
+    only = () if suite == "accumulated" else ("--sides", f"^{SUBJECT}$")
+    code, result = run_cases(suite, OF_A_GPU[suite](quick=True), "--rounds", "1", *only)
     assert code == 0
     (case,) = result["cases"]
     statuses = {name: side["status"] for name, side in case["sides"].items()}
-    assert statuses.pop(step.GRAPHS_OF_COMPILED) == "unavailable"
+    assert statuses.pop(step.GRAPHS_OF_COMPILED, "unavailable") == "unavailable"
     assert set(statuses.values()) == {"measured"}
     assert case["workload"]["bf16"]
-
-
-@pytest.mark.parametrize("suite", ["online", pytest.param("reward", marks=pytest.mark.thorough)])
-def test_other_trainers_in_bfloat16(suite, monkeypatch, tmp_path):
-    """Their case of a GPU, on tiny sizes, and sides that are selected by their names."""
-    build = "benchmarks.sides.online:OnlineStep" if suite == "online" else "benchmarks.sides.reward:RewardStep"
-    cases = [step.one_gpu_case(build, quick=True)]
-    monkeypatch.setitem(SUITES, suite, dataclasses.replace(SUITES[suite], cases=lambda q: cases))
-    code, result = run_suite(suite, tmp_path, "--rounds", "1", "--sides", f"^{SUBJECT}$")
-    assert code == 0
-    (case,) = result["cases"]
-    assert {name: side["status"] for name, side in case["sides"].items()} == {SUBJECT: "measured"}
-    assert case["workload"]["bf16"]
+    assert not only or statuses.keys() == {SUBJECT}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -236,22 +242,17 @@ def test_a_trainer_that_compiles_has_its_tokens_counted_before():
     assert compiled.facts() == plain.facts()
 
 
-@pytest.fixture
-def sabotaged_suite(monkeypatch):
-    """The suite `head` with one case: plain PyTorch, fastdpo and all faulty sides."""
-    monkeypatch.syspath_prepend(HERE)
-    work = HeadWorkload(n=16, v=50, d=8, trainable=True)
-    correct = [
-        Side(name, "benchmarks.sides.heads:HeadStep", work, {"peer": name}) for name in ("plain PyTorch", SUBJECT)
-    ]
-    faulty = [Side(name, f"sabotaged:{name}", work) for name in ("Wrong", "Incomplete", "NaN", "Dies", "Raises")]
-    case = Case("a case", "group", (*faulty, *correct))
-    suite = dataclasses.replace(SUITES["head"], cases=lambda quick: [case])
-    monkeypatch.setitem(SUITES, "head", suite)
+WORK = HeadWorkload(n=16, v=50, d=8, trainable=True)
 
 
-def test_a_faulty_side_gets_no_time(sabotaged_suite, tmp_path, capsys):
-    code, result = run_suite("head", tmp_path)
+def head_side(name: str) -> Side:
+    return Side(name, "benchmarks.sides.heads:HeadStep", WORK, {"peer": name})
+
+
+def test_a_faulty_side_gets_no_time(run_cases, capsys):
+    faulty = [Side(name, f"sabotaged:{name}", WORK) for name in ("Wrong", "Incomplete", "NaN", "Dies", "Raises")]
+    case = Case("a case", "group", (*faulty, head_side("plain PyTorch"), head_side(SUBJECT)))
+    code, result = run_cases("head", [case])
     assert code == 1
     (case,) = result["cases"]
     status = {name: side["status"] for name, side in case["sides"].items()}
@@ -273,15 +274,11 @@ def test_a_faulty_side_gets_no_time(sabotaged_suite, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_a_side_that_runs_out_of_memory_is_a_result(in_process, monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(HERE)
-    work = HeadWorkload(n=16, v=50, d=8, trainable=True)
-    correct = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})
-    cases = [Case("a case", "group", (Side("plain", "sabotaged:NeedsMemory", work), correct))]
-    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=lambda quick: cases))
+def test_a_side_that_runs_out_of_memory_is_a_result(in_process, run_cases, monkeypatch, capsys):
+    case = Case("a case", "group", (Side("plain", "sabotaged:NeedsMemory", WORK), head_side(SUBJECT)))
     if in_process:
         monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
-    code, result = run_suite("head", tmp_path)
+    code, result = run_cases("head", [case])
     assert code == 0
     plain, subject = result["cases"][0]["sides"].values()
     assert (plain["status"], plain["reason"]) == ("out of memory", "tried to allocate 180 GiB")
@@ -289,16 +286,9 @@ def test_a_side_that_runs_out_of_memory_is_a_result(in_process, monkeypatch, tmp
     assert "plain: out of memory: tried to allocate 180 GiB" in capsys.readouterr().out
 
 
-def test_no_ratio_to_a_faulty_fastdpo(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(HERE)
-    work = HeadWorkload(n=16, v=50, d=8, trainable=False)
-    sides = (
-        Side("plain PyTorch", "benchmarks.sides.heads:HeadStep", work, {"peer": "plain PyTorch"}),
-        Side(SUBJECT, "sabotaged:Wrong", work),
-    )
-    suite = dataclasses.replace(SUITES["head"], cases=lambda quick: [Case("a case", "group", sides)])
-    monkeypatch.setitem(SUITES, "head", suite)
-    code, result = run_suite("head", tmp_path)
+def test_no_ratio_to_a_faulty_fastdpo(run_cases):
+    sides = head_side("plain PyTorch"), Side(SUBJECT, "sabotaged:Wrong", WORK)
+    code, result = run_cases("head", [Case("a case", "group", sides)])
     assert code == 1
     assert result["summary"]["cases"]["a case"]["times_fastdpo"] == {}
 
@@ -308,33 +298,26 @@ def test_a_pattern_that_matches_no_case_is_an_error():
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
 
 
-def test_a_run_ends_after_its_seconds(sabotaged_suite, tmp_path, monkeypatch, capsys):
+def test_a_run_ends_after_its_seconds(run_cases, monkeypatch, capsys):
     """With what it has: the passes over the batches of a case that have begun, and no further case."""
     clock = SimpleNamespace(monotonic=partial(next, itertools.count()))
     for module in (run, case_runner):
         monkeypatch.setattr(module, "time", clock)
-    (case,) = SUITES["head"].cases(True)
-    cases = [dataclasses.replace(case, name=name, sides=case.sides[-1:]) for name in ("a", "b")]
-    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=lambda quick: cases))
-    code, result = run_suite("head", tmp_path, "--rounds", "5", "--seconds", "2.5")
+    cases = [Case(name, "group", (head_side(SUBJECT),)) for name in ("a", "b")]
+    code, result = run_cases("head", cases, "--rounds", "5", "--seconds", "2.5")
     assert code == 0
     assert [len(x["sides"][SUBJECT]["samples"]) for x in result["cases"]] == [2]
     assert "b: left out, since --seconds 2.5 are over" in capsys.readouterr().out
 
 
-def test_a_run_resumes_an_earlier_run(monkeypatch, tmp_path):
-    def build_cases(quick: bool):
-        work = HeadWorkload(n=16, v=50, d=8, trainable=True)
-        side = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})
-        return [Case(name, "group", (side,)) for name in ("a", "b")]
-
-    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=build_cases))
+def test_a_run_resumes_an_earlier_run(run_cases, monkeypatch):
+    cases = [Case(name, "group", (head_side(SUBJECT),)) for name in ("a", "b")]
     monkeypatch.setattr(run, "commit", lambda: "0" * 40)
-    _, first = run_suite("head", tmp_path, "--cases", "a", "--rounds", "1")
+    _, first = run_cases("head", cases, "--cases", "a", "--rounds", "1")
     monkeypatch.setattr(run, "commit", lambda: "1" * 40)
     with pytest.raises(SystemExit, match="--resume: rounds must be 1, as in the file; got 2"):
-        run_suite("head", tmp_path, "--rounds", "2", "--resume")
-    _, resumed = run_suite("head", tmp_path, "--rounds", "1", "--resume")
+        run_cases("head", cases, "--rounds", "2", "--resume")
+    _, resumed = run_cases("head", cases, "--rounds", "1", "--resume")
     assert resumed["cases"][0] == first["cases"][0]
     assert [case["name"] for case in resumed["cases"]] == ["a", "b"]
     assert resumed["summary"]["cases"].keys() == {"a", "b"}

@@ -25,6 +25,7 @@ from fastdpo.ops.attention.device_layout import AttentionOptions, rows_of
 from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_4
 from fastdpo.ops.attention.routes import Kind
 from fastdpo.ops.choice import notes, tuning
+from tests.support.ops.attention import output_and_gradients
 from tests.support.stand_ins import flash_libraries, flash_sources
 from tests.support.stand_ins.flash_sources import recorded
 
@@ -62,15 +63,9 @@ def inputs(d=16, d_v=16, dtype=torch.float16):
     return [torch.randn(33, *size).to(dtype) for size in ((4, d), (2, d), (2, d_v), (4, d_v))]
 
 
-def gradients(op, tensors, **options):
-    *leaves, grad = (x.detach().clone() for x in tensors)
-    out = op(*(x.requires_grad_() for x in leaves), ROWS, **options)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
-
-
 def assert_right(tensors, **options):
-    exact = gradients(definitions.packed_attention, [x.double() for x in tensors], **options)
-    for found, expected in zip(gradients(packed_attention, tensors, **options), exact, strict=True):
+    exact = output_and_gradients(definitions.packed_attention, *(x.double() for x in tensors), ROWS, **options)
+    for found, expected in zip(output_and_gradients(packed_attention, *tensors, ROWS, **options), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-2)
 
 

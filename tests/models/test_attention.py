@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -13,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastdpo import ops
 from fastdpo.models import attention
 from fastdpo.ops.attention import routes
+from tests.support.ops.operators import Operators
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 MODELS = {
@@ -133,21 +133,16 @@ def test_routes_of_a_mask_follow_its_rows_and_the_settings(monkeypatch):
 
 def test_an_operator_runs_where_a_mode_looks_on():
     """Selective checkpointing, for example, decides about each operator."""
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     packed, module, tensors = packed_attention_of("sdpa")
     tensors = [x.clone().requires_grad_() for x in tensors]
-    results = []
-    for mode in (Mode(), nullcontext()):
+    results, operators = [], Operators()
+    for mode in (operators, nullcontext()):
         with mode:
             out, _ = packed(module, *tensors, LAYOUT.mask)
             results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    assert {"fastdpo.packed_attention_fwd.default", "fastdpo.packed_attention_bwd.default"} <= {*seen}
+    assert {"fastdpo.packed_attention_fwd.default", "fastdpo.packed_attention_bwd.default"} <= {
+        str(func) for func, *_ in operators.calls
+    }
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

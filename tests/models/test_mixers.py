@@ -20,8 +20,6 @@ CPU = torch.device("cpu")
 EXACT = 1e-11
 """Relative errors in float64. Those of states and gradients below were up to 3e-14 and 1e-13."""
 
-precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
 KNOWN = [name for name in HYBRID if name not in WHOLE_ROWS]
 WITH_STATES = [name for name in KNOWN if not name.startswith(("lfm", "jamba"))]
 WITH_STATES = [name for name in WITH_STATES if name not in ("mamba", "falcon_mamba", "zamba")]
@@ -107,18 +105,6 @@ def fresh_probe():
     function_probe.difference.cache_clear()
 
 
-def probe_result(name: str, dtype: torch.dtype) -> str | None:
-    return probe.probe(switched(name, dtype), CPU).unsupported_reason
-
-
-@precisions
-@pytest.mark.parametrize("sabotage", [lose_states, swap_states])
-@pytest.mark.parametrize("name", WITH_STATES)
-def test_wrong_states_are_detected(monkeypatch, fresh_probe, name, sabotage, dtype):
-    sabotage(monkeypatch)
-    assert "gives other results on packed tokens than on whole rows" in str(probe_result(name, dtype))
-
-
 def swap_rows(monkeypatch) -> None:
     stock = Segments.whole_rows.func
     swapped = property(lambda self: (x := stock(self))._replace(batches=(x.batches[0].roll(1, 0),)))
@@ -130,20 +116,23 @@ def lose_prefixes(monkeypatch) -> None:
     monkeypatch.setattr(Segments, "whole_rows", property(lambda self: stock(apart(self))))
 
 
-@precisions
-@pytest.mark.parametrize("sabotage", [swap_rows, lose_prefixes])
-@pytest.mark.parametrize("name", WHOLE_ROWS)
-def test_wrong_rows_are_detected(monkeypatch, name, sabotage, dtype):
-    sabotage(monkeypatch)
-    assert "differ from its padded ones" in str(probe_result(name, dtype))
+SABOTAGES = {  # the families that notice it, and the reason
+    **dict.fromkeys(
+        (lose_states, swap_states), (WITH_STATES, "gives other results on packed tokens than on whole rows")
+    ),
+    **dict.fromkeys((swap_rows, lose_prefixes), ([*WHOLE_ROWS], "differ from its padded ones")),
+    **dict.fromkeys((lose_halos, shift_halos), (KNOWN, "causal_conv1d_fn gives other results")),
+}
 
 
-@precisions
-@pytest.mark.parametrize("sabotage", [lose_halos, shift_halos])
-@pytest.mark.parametrize("name", KNOWN)
-def test_wrong_halos_are_detected(monkeypatch, fresh_probe, name, sabotage, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("sabotage", "name"), [(sabotage, name) for sabotage, (names, _) in SABOTAGES.items() for name in names]
+)
+def test_wrong_segments_are_detected(monkeypatch, fresh_probe, name, sabotage, dtype):
+    _, reason = SABOTAGES[sabotage]
     sabotage(monkeypatch)
-    assert "causal_conv1d_fn gives other results" in str(probe_result(name, dtype))
+    assert reason in str(probe.probe(switched(name, dtype), CPU).unsupported_reason)
 
 
 @pytest.mark.parametrize("initialized", [True, False], ids=["initialized", "random"])

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from fastdpo import ops
@@ -23,6 +22,7 @@ from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops import attention, heads
 from tests.support.ops.heads import LEAVES, MODES, OUTPUTS, Dropped, doubled
+from tests.support.ops.operators import Operators
 from tests.support.ops.tokens import OPTIONS, logits_and_targets
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -314,19 +314,6 @@ def test_gradients_of_first_and_second_order(name, run):
         assert check(differentiable, leaves, fast_mode="attention" in name)
 
 
-class Recorder(TorchDispatchMode):
-    """Keeps the calls of fastdpo's custom ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastdpo":
-            self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32
 @pytest.mark.parametrize(
     "name", [*COMPILED, "linear_logps nothing", "linear_logps frozen", "linear_logps weight alone"]
@@ -336,11 +323,12 @@ def test_opcheck(name, dtype, run, monkeypatch):
     for module in (linear_logps, packed_attention):
         monkeypatch.setattr(module, "is_traced", lambda: True)
     inputs = run.inputs(name, "some", dtype)
-    with Recorder() as recorder:
+    with Operators() as operators:
         run(name, inputs, dtype=dtype)
-    assert len(recorder.calls) >= 1 + bool(CALLS[name].needs)
-    for func, args in recorder.calls:
-        torch.library.opcheck(func, args, test_utils=CHECKS)
+    calls = [(func, args) for func, args, _ in operators.calls if func.namespace == "fastdpo"]
+    assert len(calls) >= 1 + bool(CALLS[name].needs)
+    for func, args in calls:
+        torch.library.opcheck(func, tree_map_only(Tensor, Tensor.detach, args), test_utils=CHECKS)
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdpo.ops import devices
 from fastdpo.ops.attention import device_layout, flash, routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
+from tests.support.ops.operators import Operators
 from tests.support.stand_ins import flash_libraries
 
 pytest.importorskip("triton")
@@ -100,24 +100,14 @@ def test_each_stream_has_a_copy_and_a_capture_takes_an_earlier_one(backend, stre
         layout_of(rows_of_two(8), 10)
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies from the host to the device `meta`."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        devices = {x.device.type for x in (*args, result) if isinstance(x, torch.Tensor)}
-        self.count += "copy" in str(function) and devices == {"cpu", "meta"}
-        return result
-
-
 def test_a_layout_is_one_copy(backend):
     query = torch.empty(11, 2, 16, dtype=torch.float16, device="cpu")
     described = backend.call(query, query, OPTIONS).describe(rows_of(rows_of_two(9), 11))
-    with Copies() as copies:
+    with Operators() as operators:
         layout = DeviceLayout(described, torch.device("meta"))
-    assert copies.count == 1
+    copies = [(args, result) for func, args, result in operators.calls if "copy" in str(func)]
+    devices_of_copies = [{x.device.type for x in (*args, result) if hasattr(x, "device")} for args, result in copies]
+    assert devices_of_copies.count({"cpu", "meta"}) == 1
     assert layout.contents._fields == described._fields
 
 

@@ -9,33 +9,20 @@ import torch.nn.functional as F
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import device_layout, pieces
 from fastdpo.testing import assert_as_accurate_as, error, floor
-from tests.support.ops.attention import FEATURES, GROUPS, HEADS, attention_inputs, options_of, rows_of
+from tests.support.ops.attention import (
+    FEATURES,
+    GROUPS,
+    HEADS,
+    assert_accurate,
+    attention_inputs,
+    options_of,
+    output_and_gradients,
+    rows_of,
+)
 
 NAN = float("nan")
 
 FLASH = ["plain", "window", "sinks"]  # what torch's flash attention computes on a CPU
-
-
-def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, **options):
-    """The output, and the gradients of query, key, value and, if given, sinks."""
-    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
-    if sinks is not None:
-        options["sinks"] = leaves[3]
-    out = op(*leaves[:3], rows, **options)
-    out.backward(upstream.to(out.dtype))
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def assert_accurate(rows, inputs, *, sinks=None, **options):
-    mine = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
-    eager = output_and_gradients(definitions.packed_attention, *inputs, rows, sinks=sinks, **options)
-    wide_sinks = None if sinks is None else sinks.double()
-    wide = [x.double() for x in inputs]
-    exact = output_and_gradients(definitions.packed_attention, *wide, rows, sinks=wide_sinks, **options)
-    dtypes = [inputs[0].dtype] * 4 + ([] if sinks is None else [sinks.dtype])
-    for x, eager_x, exact_x, dtype in zip(mine, eager, exact, dtypes, strict=True):
-        assert x.dtype == dtype
-        assert_as_accurate_as(x, eager_x, exact_x, inputs[0].dtype)
 
 
 @pytest.fixture(params=["as it is", "blocks", "products", "products in blocks"])

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdpo.ops import definitions, token_logps
 from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import OUTPUTS, Dropped
+from tests.support.ops.operators import Operators
 from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
 from tests.support.ops.tokens import OPTIONS, assert_accurate, logits_and_targets, results_and_gradient
 
@@ -273,9 +273,9 @@ def test_the_definition_computes_what_is_requested():
     logits, targets = torch.randn(3, 7), torch.tensor([1, -100, 6])
 
     def operators(outputs: tuple[str, ...]) -> set[str]:
-        with Recorder() as recorder:
+        with Operators() as operators:
             definitions.token_logps(logits, targets, outputs=outputs)
-        return recorder.names
+        return {func.name().partition(".")[0] for func, *_ in operators.calls}
 
     bare = operators(("logps",))
     assert bare.isdisjoint({"aten::exp", "aten::special_entr", "aten::mean", "aten::argmax", "aten::logsumexp"})
@@ -285,15 +285,3 @@ def test_the_definition_computes_what_is_requested():
     assert "aten::argmax" in added["is_top1"]
     assert "aten::logsumexp" in added["log_sum_sq_probs"]
     assert all(added[name].isdisjoint({"aten::special_entr"}) for name in STATISTICS if name != "entropy")
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))

@@ -14,7 +14,6 @@ OPENRLHF = find_spec("openrlhf") is not None
 if OPENRLHF:
     folder = Path(__file__).parents[1] / "openrlhf"
     sys.path[:0] = [str(folder), str(folder / "stand_ins")]
-    collect_ignore = ["test_reference_log_probs.py"]  # OpenRLHF always runs its reference
 
 
 @pytest.fixture

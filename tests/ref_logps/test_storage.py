@@ -41,27 +41,21 @@ def below_a_file(tmp_path):
     return tmp_path / "file" / "cache"
 
 
-def test_a_directory_that_cannot_be_created(below_a_file, caplog, monkeypatch):
+@pytest.mark.parametrize("is_full", [False, True], ids=["not a directory", "a full disk"])
+def test_a_directory_that_cannot_be_written(is_full, tmp_path, below_a_file, caplog, monkeypatch):
+    cache, error = (tmp_path, errno.ENOSPC) if is_full else (below_a_file, errno.ENOTDIR)
+    if is_full:
+        full_disk(monkeypatch)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
+        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=cache)
     assert_close(logps, exact(tiny_model(), ROWS))
     (warning,) = warnings_of(caplog)
-    assert str(below_a_file) in warning
-    assert os.strerror(errno.ENOTDIR) in warning
+    assert str(cache) in warning
+    assert os.strerror(error) in warning
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(fastdpo.NotFused, match="not cached"):
-        ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
-
-
-def test_a_disk_that_is_full_at_the_start(tmp_path, caplog, monkeypatch):
-    full_disk(monkeypatch)
-    with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
-    assert_close(logps, exact(tiny_model(), ROWS))
-    (warning,) = warnings_of(caplog)
-    assert str(tmp_path) in warning
-    assert os.strerror(errno.ENOSPC) in warning
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        ref_logps.precompute(tiny_model(), ROWS, cache_dir=cache)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -18,6 +18,7 @@ from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, 
 from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import LEAST_TURNS, TritonBackend, layout_blocks
 from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.ops.attention import assert_accurate, output_and_gradients
 from tests.support.stand_ins import flash_libraries
 
 ROWS = [[0, 0, 0, 9], [0, 5, 9, 4], [0, 5, 13, 1], [14, 0, 14, 3], [17, 0, 17, 20], [17, 18, 37, 10]]
@@ -48,13 +49,7 @@ def backend(request, monkeypatch, installed):
 
 
 def results(op, tensors, rows=ROWS, **options):
-    *leaves, grad = (x.detach().clone() for x in tensors)
-    sinks = options.pop("sinks", None)
-    leaves += [] if sinks is None else [sinks.detach().clone()]
-    leaves = [x.requires_grad_() for x in leaves]
-    out = op(*leaves[:3], rows, sinks=leaves[3] if leaves[3:] else None, **options)
-    out.backward(grad.to(out.dtype))
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    return output_and_gradients(op, *tensors, rows, **options)
 
 
 OPTIONS = {
@@ -73,14 +68,7 @@ def test_as_accurate_as_eager(heads, option, backend):
         with pytest.raises(NotImplementedError, match="got torch: it has no softcap"):
             results(packed_attention, inputs_of(heads, torch.float16), **OPTIONS[option])
         return
-    tensors = inputs_of(heads, torch.float16)
-    options = {name: x[: HEADS[heads][0]] if name == "sinks" else x for name, x in OPTIONS[option].items()}
-    mine = results(packed_attention, tensors, **options)
-    eager = results(definitions.packed_attention, tensors, **options)
-    wide = {name: x.double() if name == "sinks" else x for name, x in options.items()}
-    exact = results(definitions.packed_attention, [x.double() for x in tensors], **wide)
-    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
-        assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
+    assert_accurate(ROWS, inputs_of(heads, torch.float16), **OPTIONS[option])
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
@@ -90,10 +78,7 @@ def test_any_scale(scale, backend):
         with pytest.raises(NotImplementedError, match=f"got {backend}: it needs a positive scale; got {scale}"):
             results(packed_attention, tensors, scale=scale)
         return
-    mine, eager = (results(op, tensors, scale=scale) for op in (packed_attention, definitions.packed_attention))
-    exact = results(definitions.packed_attention, [x.double() for x in tensors], scale=scale)
-    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
-        assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
+    assert_accurate(ROWS, tensors, scale=scale)
 
 
 def test_deterministic_and_groups_do_not_see_each_other(backend):
@@ -228,26 +213,6 @@ def test_layouts_do_not_depend_on_the_default_device():
         blocks = layout_blocks(rows_of(ROWS, TOKENS), 4, 2, None, configs_of(16, 16), least_turns=8)
     for layout in (varlen, varlen.places, blocks, blocks.parts):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
-    assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
-    assert blocks.pieces[14:].tolist() == [
-        *([8, 17, 18, 0], [8, 37, 12, 18], [8, 73, 2, 30]),
-        *([9, 17, 18, 0], [9, 37, 4, 18], [9, 66, 1, 22], [9, 75, 4, 23]),
-    ]
-    assert blocks.first_piece.tolist() == [0, 1, 3, 5, 6, 7, 9, 11, 14, 17, 21, 21]  # and those of a row without tokens
-    assert blocks.readers[:17].tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 11, 14, 17, 8, 10, 12, 15, 18]
-    assert blocks.queries[:2].tolist() == [[6, 16], [6, 0]]  # sorted by the number of visible keys: 47, 44
-    assert blocks.gradient_queries.equal(blocks.queries)
-    # The first keys of row 4 are seen by most blocks of queries, in two programs: readers 8 to 11, and before 6 and 7.
-    assert blocks.keys[:5].tolist() == [
-        [4, 16, 6, 12, -1],
-        [5, 0, 12, 17, -1],
-        [4, 0, 8, 12, 16],
-        [0, 0, 0, 3, -1],
-        [4, 0, 6, 8, 0],
-    ]
-    assert blocks.parts.tokens.tolist() == [*range(17, 33), -1]
-    assert blocks.parts.first_place.tolist() == [*range(0, 33, 2), 32]
-    assert blocks.parts.places[:4].tolist() == [0, 16, 1, 17]
 
 
 def test_an_unknown_backend_raises(monkeypatch):

@@ -4,7 +4,8 @@ from itertools import count
 
 import torch
 
-from fastdpo.ops import pack
+from fastdpo.ops import definitions, pack, packed_attention
+from fastdpo.testing import assert_as_accurate_as
 
 HEADS = {  # H, H_kv, D, D_v
     "multi-head": (4, 4, 8, 8),
@@ -66,3 +67,26 @@ def options_of(features, heads="grouped", dtype=torch.float32):
     options, has_sinks = FEATURES[features]
     sinks = {"sinks": torch.randn(HEADS[heads][0]).to(dtype)} if has_sinks else {}
     return {**options, **sinks}
+
+
+def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, **options):
+    """The output, and the gradients of query, key, value and, if given, sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
+    if sinks is not None:
+        options["sinks"] = leaves[3]
+    out = op(*leaves[:3], rows, **options)
+    out.backward(upstream.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_accurate(rows, inputs, *, sinks=None, **options):
+    """Asserts that the output and the gradients are as accurate as those of plain PyTorch."""
+    mine = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
+    eager = output_and_gradients(definitions.packed_attention, *inputs, rows, sinks=sinks, **options)
+    wide_sinks = None if sinks is None else sinks.double()
+    wide = [x.double() for x in inputs]
+    exact = output_and_gradients(definitions.packed_attention, *wide, rows, sinks=wide_sinks, **options)
+    dtypes = [inputs[0].dtype] * 4 + ([] if sinks is None else [sinks.dtype])
+    for x, eager_x, exact_x, dtype in zip(mine, eager, exact, dtypes, strict=True):
+        assert x.dtype == dtype
+        assert_as_accurate_as(x, eager_x, exact_x, inputs[0].dtype)

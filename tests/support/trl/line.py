@@ -5,10 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from packaging.version import Version
 from transformers import PreTrainedModel
-from trl import DPOTrainer
 
 import fastdpo
 from tests.support.trl.dpo import Run, pairs, run_two_ranks, tiny_model, tokenizer
@@ -24,15 +22,6 @@ TRL did so before version 0.29.
 """
 
 
-class ReferenceIsGone(DPOTrainer):
-    """Overwrites the reference model's weights with NaN before each step."""
-
-    def training_step(self, *args, **kwargs):
-        for parameter in self.ref_model.parameters():
-            parameter.data.fill_(torch.nan)
-        return super().training_step(*args, **kwargs)
-
-
 def models(directory: Path) -> tuple[PreTrainedModel, ...]:
     """The initial policy and reference of the trainings, in float32."""
     return tiny_model(seed=0), tiny_model(seed=1)
@@ -42,11 +31,6 @@ def train(directory: Path, **options) -> Run:
     """A patched training on 12 of 16 pairs."""
     with fastdpo.patched():
         return train_trl(directory, *models(directory), **options)
-
-
-def train_with_known_reference(directory: Path) -> Run:
-    """A patched training with precomputed reference log-probabilities and an unusable reference."""
-    return train(directory, precompute_ref_log_probs=True, trainer_class=ReferenceIsGone)
 
 
 def rows() -> dict[tuple[int, ...], int]:
