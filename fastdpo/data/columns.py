@@ -12,14 +12,7 @@ from .. import checks
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 INTS = (int, np.integer)
-TRUNCATIONS = ("keep_start", "keep_end")
 ROWS_READ_AT_ONCE = 1000
-
-
-def require_truncation(op: str, max_length: object, truncation_mode: object) -> None:
-    checks.require_positive_integer(op, "max_length", max_length, optional=True)
-    rule = f"be one of {', '.join(TRUNCATIONS)}"
-    checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
 
 
 def column_names(dataset: Any) -> set[str]:

@@ -18,7 +18,7 @@ from .admission.versions import installed_version, unsupported_version_reason
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
 from .options import PatchOptions, applies
-from .replacements import existing_trainers
+from .replacements import unpatched_trainers
 
 if TYPE_CHECKING:
     from ..models.running import Compile
@@ -284,7 +284,7 @@ def _examine_all(names: list[str], is_targeted: bool) -> list[_Examined]:
     examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
     new = {name: x.line for name, x in examined.items() if name not in _patched}
     kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
-    stock = existing_trainers(*kinds.values(), patched=False)
+    stock = unpatched_trainers(*kinds.values())
     for name, kind in kinds.items():
         own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
         examined[name] = examined[name]._replace(stock=own)

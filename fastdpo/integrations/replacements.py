@@ -163,13 +163,13 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
     return callback(**{event.__name__: event for event in events})
 
 
-def existing_trainers(*kinds: type, patched: bool) -> list[Any]:
-    """The trainers of some classes that exist and are patched, or are not."""
+def unpatched_trainers(*kinds: type) -> list[Any]:
+    """The trainers of some classes that exist and are not patched."""
     if not kinds or not existing_instances(*kinds):
         return []
     gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
     # The line of a subclass may have patched a trainer already.
-    return [x for x in existing_instances(*kinds) if (vars(x).get(STATE) is not None) == patched]
+    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
 
 
 def existing_instances(*kinds: type) -> list[Any]:

@@ -35,7 +35,7 @@ from .. import checks
 from ..data.columns import require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
-from ..models.examine.comparable import in_mode
+from ..models.examine.comparable import in_evaluation_mode
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs
@@ -124,7 +124,7 @@ def precompute(
     _require_any_batch(base, pairs)
     device = parts.input_device_of(base)
     with (
-        in_mode(model, training=False),
+        in_evaluation_mode(model),
         with_adapter(model, adapter, "precompute"),
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):

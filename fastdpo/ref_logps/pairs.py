@@ -10,22 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.columns import (
-    COLUMNS,
-    arrow_columns,
-    has_transform,
-    ids_of,
-    mapping_of,
-    read_columns,
-    require_dataset,
-    require_truncation,
-)
+from .. import checks
+from ..data.columns import COLUMNS, arrow_columns, has_transform, ids_of, mapping_of, read_columns, require_dataset
 from ..packing import IGNORE_INDEX
 from .lengths import PairLengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+TRUNCATIONS = ("keep_start", "keep_end")
 IMAGES = ("images", "image")  # columns, as in TRL
 
 
@@ -46,7 +39,9 @@ class Pairs:
         truncation_mode: str = "keep_start",
         vocabulary: int | None = None,
     ):
-        require_truncation("precompute", max_length, truncation_mode)
+        checks.require_positive_integer("precompute", "max_length", max_length, optional=True)
+        is_known, rule = truncation_mode in TRUNCATIONS, f"be one of {', '.join(TRUNCATIONS)}"
+        checks.require(is_known, "precompute", "truncation_mode", rule, checks.shown(truncation_mode))
         require_dataset("precompute", dataset)
         _require_stored(dataset)
         _require_text(dataset)

@@ -17,7 +17,7 @@ from torch import nn
 from ...data.columns import has_transform
 from ...logs import report, warn
 from ...models import forward, parts
-from ...models.examine.comparable import in_mode
+from ...models.examine.comparable import in_evaluation_mode
 from ...models.facts import rope_limit
 from ...models.sharding import reshard
 from ...models.support import rope_reason
@@ -114,7 +114,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     vocabulary = parts.vocabulary_of(parts.base_of(model, "precompute_ref_log_probs"))
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # A model that runs padded is given as many pairs as TRL would give it.
-    with in_mode(model, training=False):
+    with in_evaluation_mode(model):
         is_fused = forward.will_be_fused(model, in_doubt=True)
     most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused else batch_size
     bounds = (passes.TOKENS_PER_BATCH, most)
@@ -134,7 +134,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
         batch = send_to_device(collator(examples), accelerator.device)
         return reference_logps(trainer, batch, _engine(trainer))
 
-    with in_mode(model, training=False):
+    with in_evaluation_mode(model):
         logps = passes.run(
             score, rows, stored, bounds, accelerator.device, f"Computing reference log probs for {name} dataset"
         )

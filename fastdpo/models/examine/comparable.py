@@ -76,13 +76,13 @@ def unwatched(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     )
 
 
-def in_mode(model: nn.Module, training: bool) -> AbstractContextManager[None]:
-    """Sets `training` on each module for the block, and what it was afterwards.
+def in_evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """Sets `training` to False on each module for the block, and to what it was afterwards.
 
-    Does not call `train()`, which may change a model for good: with `use_kernels=True`, transformers replaces its
+    Does not call `eval()`, which may change a model for good: with `use_kernels=True`, transformers replaces its
     layers by the kernels of the mode, some of which have no gradient, and functions that models share.
     """
-    return with_values([(module, "training", training) for module in model.modules()])
+    return with_values([(module, "training", False) for module in model.modules()])
 
 
 _checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant

@@ -24,8 +24,8 @@ VOCABULARY = 8240  # two blocks of columns and a part of a third; divisible by 1
 UNALIGNED = VOCABULARY - 11
 
 
-def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
-    targets = torch.arange(tokens) * 1579 % vocabulary
+def _targets(vocabulary: int) -> Tensor:
+    targets = torch.arange(TOKENS) * 1579 % vocabulary
     targets[1], targets[2] = IGNORE_INDEX, vocabulary - 1
     return targets
 

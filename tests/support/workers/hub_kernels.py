@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import fastdpo
 from fastdpo.commands.check import side
 from fastdpo.commands.check.command import check
-from fastdpo.models.examine.comparable import in_mode
+from fastdpo.models.examine.comparable import in_evaluation_mode
 from fastdpo.models.mixers import finding
 from kernels import LocalLayerRepository, Mode, replace_kernel_forward_from_hub, use_kernel_mapping
 from tests.support.models.families import HYBRID
@@ -124,7 +124,7 @@ def functions(directory: Path) -> dict[str, Any]:
     found = {"evaluation": called()}
     model.train()
     found["training"] = called()
-    with in_mode(model, training=False):
+    with in_evaluation_mode(model):
         pass
     return {**found, "training again": called()}
 
