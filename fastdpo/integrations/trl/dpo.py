@@ -21,7 +21,7 @@ from ...models.sequence_group import SequenceGroup
 from ...models.state import ForwardOptions
 from ...reasons import Reason
 from ..collating import REPLACED
-from ..line import arguments_of
+from ..line import TrainerState, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import context_parallel, precompute
@@ -118,11 +118,8 @@ class RewrittenDPOLine(PaddedBudgetLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = [x for x in (model, trainer.ref_model) if x is not None]
-        passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
-        source = inputs.get("completion_mask") if passes else None  # a function may stand for a model
         with (
-            labels_from(source, inputs["input_ids"]),
-            of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
+            computing_loss(trainer, state, models, inputs),
             self.scoring(trainer, inputs, return_outputs),
             nullcontext(inputs) if state.budget is None else self._with_reference(trainer, inputs) as inputs,
         ):
@@ -164,6 +161,20 @@ class RewrittenDPOLine(PaddedBudgetLine):
             trainer.padding_free = forward.is_fused(trainer.model)
             if not trainer.padding_free:
                 warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
+
+
+@contextmanager
+def computing_loss(trainer: Any, state: TrainerState, models: list[Any], inputs: dict[str, Any]) -> Iterator[None]:
+    """In the block, TRL computes the loss of a batch: the labels of calls follow from its `completion_mask`, as far as
+    the models are given what it passes on, and metrics are gathered from all ranks.
+    """
+    # A function may stand for a model.
+    passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
+    with (
+        labels_from(inputs.get("completion_mask") if passes else None, inputs["input_ids"]),
+        of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
+    ):
+        yield
 
 
 @contextmanager

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...models.batch import labels_from
 from ..collating import REPLACED
 from ..scored_rows import ScoredRows
-from .gathering import of_all_ranks
+from .dpo import computing_loss
 from .logits_line import LogitsLine
 from .max_tokens.budget import STEPS, Batch
 from .max_tokens.refusals import require_supported
@@ -48,13 +46,7 @@ class TPOLine(LogitsLine):
         weights, called = inputs.pop(_WEIGHT, None), self.noting(trainer, model)
         if weights is not None:
             called = functools.partial(self._weighted, trainer, called, weights, inputs["completion_mask"])
-        passes = isinstance(model, nn.Module) and state.wrapping.passes_arguments_on(model)
-        source = inputs["completion_mask"] if passes else None
-        with (
-            labels_from(source, inputs["input_ids"]),
-            of_all_ranks(trainer.accelerator) if trainer.accelerator.num_processes > 1 else nullcontext(),
-            self.scoring(trainer, inputs, return_outputs),
-        ):
+        with computing_loss(trainer, state, [model], inputs), self.scoring(trainer, inputs, return_outputs):
             return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
 
     def uncuttable(self, trainer: Any) -> str | None:
