@@ -155,7 +155,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
         packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), replays=replays)
-        reason = _length_reason(model, fused, verdict, packed, layout_of, kwargs) if verdict.has_own_code else None
+        reason = _length_reason(model, fused, packed, layout_of, kwargs) if verdict.has_own_code else None
     elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     else:
@@ -188,19 +188,15 @@ def _obstacle(model: PreTrainedModel, fused: FusedForward, has_images: bool, rou
 
 
 def _length_reason(
-    model: PreTrainedModel,
-    fused: FusedForward,
-    verdict: Verdict,
-    packed: RunnableBatch,
-    layout_of: Callable[..., Layout],
-    kwargs: dict,
+    model: PreTrainedModel, fused: FusedForward, packed: RunnableBatch, layout_of: Callable[..., Layout], kwargs: dict
 ) -> Reason | None:
     """Why a batch of a model with code of its own must be run padded, or None. Its packed states are compared with its
     padded ones if more tokens are packed than were examined: a layer may scale by the length of its batch. The tokens
     are filled up to a power of 2.
     """
-    is_sharded, tokens = sharding.is_sharded(model), len(packed.layout.token_index)
-    examined = fused.examined_tokens.get(verdict.key, probe.LONG if is_sharded else probe.TOKENS)
+    key, tokens = cast(Verdict, fused.verdict).key, len(packed.layout.token_index)
+    is_sharded = sharding.is_sharded(model)
+    examined = fused.examined_tokens.get(key, probe.LONG if is_sharded else probe.TOKENS)
     if tokens <= examined:
         return None
     if is_sharded:
@@ -208,10 +204,10 @@ def _length_reason(
     layout, padded = layout_of(tokens=bucket), images.padded_inputs(kwargs)
     result = probe.compare(model, layout, padded, attention.inputs_of(layout, padded["input_ids"]))
     if result.unsupported_reason is not None:
-        fused.probe_results[verdict.key] = result
+        fused.probe_results[key] = result
         fused.structure.forget_verdicts()
         return result.unsupported_reason
-    fused.examined_tokens[verdict.key] = bucket(tokens)
+    fused.examined_tokens[key] = bucket(tokens)
     return None
 
 

@@ -5,6 +5,8 @@ Dimensions: B padded rows of length L, T packed tokens, S sequences, V vocabular
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -129,16 +131,8 @@ def linear_sequence_logps(
     """
     op = "linear_sequence_logps"
     checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets, cu_seqlens=cu_seqlens)
-    logps = linear_logps(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        memory_budget=memory_budget,
-    ).logps
+    head: Any = dict(bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logps = linear_logps(hidden, weight, targets, memory_budget=memory_budget, **head).logps
     return _sums(op, logps, targets, cu_seqlens)
 
 
