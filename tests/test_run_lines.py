@@ -9,7 +9,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from fastdpo.integrations.lines import LINES
-from tests.support import ROOT
 from tests.support.programs.run_command import run
 from tests.support.programs.run_scripts import assert_trains_fused
 
@@ -29,9 +28,6 @@ PATCH = """
 import fastdpo
 assert all(seam.on for seam in fastdpo.patch().seams)
 """
-
-OF_OLDER_VERSIONS = ("trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.RewardTrainer")
-SWIFT, LLAMAFACTORY = "tests/programs/swift/test_commands.py", "tests/programs/llamafactory/test_command.py"
 
 REPLACED = """
 for trainer in ({trainers}):
@@ -59,38 +55,3 @@ def test_every_trainer_is_patched(source, tmp_path):
 def test_an_online_training_runs_fused(tmp_path):
     """Its trainer is defined in a package that imports it while it is imported itself."""
     assert_trains_fused(tmp_path, "trl.OnlineDPOTrainer", warm=True)
-
-
-OF_INSTALLED = "tests/test_run_lines.py::test_every_trainer_is_patched"
-RUN_IN = {
-    **{(trainer, "1.16"): OF_INSTALLED for trainer in INSTALLED},
-    **{
-        (trainer, "1.14"): "tests/trl_versions/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS
-    },
-    **{(trainer, "0.28"): "tests/legacy/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS},
-    **{
-        (f"openrlhf.{name}Trainer", "0.11"): "tests/openrlhf/test_run.py::test_a_script_trains_fused"
-        for name in ("DPO", "RewardModel")
-    },
-    **{
-        (f"swift.{name}Trainer", "4.6"): f"{SWIFT}::test_the_command_trains_fused_with_the_same_numbers"
-        for name in ("DPO", "CPO", "ORPO", "KTO", "Reward")
-    },
-    **{
-        (f"llamafactory.{name}Trainer", "0.9.5"): f"{LLAMAFACTORY}::test_the_command_trains_fused_with_the_same_numbers"
-        for name in ("DPO", "KTO", "Pairwise")
-    },
-}
-"""By a trainer and a version of a line, the test that runs a program with it by `fastdpo run`."""
-
-
-def test_every_line_is_run():
-    for line in LINES:
-        assert any(trainer == line.trainer and line.supports(version) for trainer, version in RUN_IN), line
-    for (trainer, _), test in RUN_IN.items():
-        file, name = test.split("::")
-        text = (ROOT / file).read_text()
-        assert f"def {name}(" in text
-        package, kind = trainer.removesuffix("Trainer").split(".")
-        named = trainer in text or (package == "openrlhf" and kind in text) or f'"{kind.lower()}"' in text
-        assert named or test == OF_INSTALLED, (trainer, test)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -100,10 +99,13 @@ def targets_of(case: Head, source: Source) -> Tensor:
     return torch.where(source.mask(case.scored, case.n), ids, -100)
 
 
-def results(op: Callable, leaves: dict[str, Tensor], trained: tuple[str, ...], weights: dict, **options):
+def results(
+    layout: str, op: Callable, leaves: dict[str, Tensor], trained: tuple[str, ...], weights: dict, **options
+) -> dict[str, Tensor]:
     """The results of an op by name, and the gradients of a weighted sum of logps and entropy."""
     inputs = {name: x.detach().clone().requires_grad_(name in trained) for name, x in leaves.items()}
-    found = {name: x for name, x in op(**inputs, **options)._asdict().items() if x is not None}
+    of_tokens = {name: strided(x, layout) for name, x in inputs.items() if name in ("logits", "hidden")}
+    found = {name: x for name, x in op(**inputs | of_tokens, **options)._asdict().items() if x is not None}
     loss = sum((weights[name].to(x.dtype) * x).sum() for name, x in found.items() if name in weights)
     if any(x.requires_grad for x in inputs.values()):
         loss.backward()
@@ -119,9 +121,9 @@ def assert_accurate(case: Head, op, definition, leaves, trained, weights, noise,
     """
     memory = {name: options.pop(name) for name in ("memory_budget", "inplace_backward") if name in options}
     wide = {name: x.double() for name, x in leaves.items()}
-    actual = results(functools.partial(op, **memory), leaves, trained, weights, **options)
-    eager = results(definition, leaves, trained, weights, **options)
-    exact = results(definition, wide, trained, weights, **options)
+    actual = results(case.layout, op, leaves, trained, weights, **options, **memory)
+    eager = results(case.layout, definition, leaves, trained, weights, **options)
+    exact = results(case.layout, definition, wide, trained, weights, **options)
     assert actual.keys() == exact.keys()
     for name, x in actual.items():
         of_terms = case.largest_logit * abs(case.logit_scale) / case.temperature * case.n**0.5
@@ -135,14 +137,9 @@ def check_logits(case: Head, op: Callable = ops.token_logps) -> None:
     targets = targets_of(case, source)
     weights = {name: source.normal(case.n) for name in ("logps", "entropy")}
     leaves = {"logits": logits}
-
-    def call(definition: Callable) -> Callable:
-        return lambda logits, **options: definition(strided(logits, case.layout), targets, **options)
-
-    options = dict(case.transform, outputs=case.statistics)
+    options = dict(case.transform, targets=targets, outputs=case.statistics)
     noise, linear = (noise_of(accumulation_dtype(case.dtype), scores) for scores in (6 * case.scale, 0))
-    definition = call(definitions.token_logps)
-    assert_accurate(case, call(op), definition, leaves, ("logits",), weights, noise, linear, **options)
+    assert_accurate(case, op, definitions.token_logps, leaves, ("logits",), weights, noise, linear, **options)
 
 
 def head_of(case: Head, source: Source) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -164,12 +161,8 @@ def check_head(case: Head, op: Callable = ops.linear_logps) -> None:
     leaves, trained = head_of(case, source)
     targets = targets_of(case, source)
     weights = {name: source.normal(case.n) for name in ("logps", "entropy")}
-
-    def call(definition: Callable) -> Callable:
-        return lambda hidden, **options: definition(strided(hidden, case.layout), targets=targets, **options)
-
-    options = dict(case.transform, outputs=case.statistics, memory_budget=budget_of(case))
-    assert_accurate(case, call(op), call(definitions.linear_logps), leaves, trained, weights, *case.noise, **options)
+    options = dict(case.transform, targets=targets, outputs=case.statistics, memory_budget=budget_of(case))
+    assert_accurate(case, op, definitions.linear_logps, leaves, trained, weights, *case.noise, **options)
 
 
 def bounds_of(case: Head, source: Source, sequences: int) -> Tensor:
@@ -184,14 +177,8 @@ def check_sequences(case: Head, op: Callable = ops.linear_sequence_logps) -> Non
     targets = targets_of(case, source)
     bounds = bounds_of(case, source, case.sequences)
     weights = {"logps": source.normal(case.sequences)}
-
-    def call(definition: Callable) -> Callable:
-        return lambda **inputs: definition(targets=targets, cu_seqlens=bounds, **inputs)
-
-    options = dict(case.transform, memory_budget=budget_of(case))
-    assert_accurate(
-        case, call(op), call(definitions.linear_sequence_logps), leaves, trained, weights, *case.noise, **options
-    )
+    options = dict(case.transform, targets=targets, cu_seqlens=bounds, memory_budget=budget_of(case))
+    assert_accurate(case, op, definitions.linear_sequence_logps, leaves, trained, weights, *case.noise, **options)
 
 
 CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", STATISTICS, (), False, 0.0, 1)

@@ -390,23 +390,20 @@ def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_witho
     assert routes.replaced == {kind(): "flash-attn-3"}
 
 
-def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("error", "named"), [(torch.OutOfMemoryError("no kernel image"), ""), (RuntimeError("no kernel image"), ALL[0])]
+)
+def test_errors_that_replace_no_library(error, named, installed, monkeypatch, caplog):
+    """Running out of memory is no fault of it, and one that is named is wanted."""
     installed()
+    monkeypatch.setenv(routes.VARIABLE, named)
     assert_right(inputs())
-    Failing(monkeypatch, ALL[:1], "forward", torch.OutOfMemoryError("tried to allocate"))
-    with pytest.raises(torch.OutOfMemoryError):
-        assert_right(inputs())
-    assert chosen(*inputs()) == "flash-attn-3"
-    assert not caplog.text
-
-
-def test_a_named_library_is_not_replaced(installed, monkeypatch):
-    installed()
-    monkeypatch.setenv(routes.VARIABLE, "flash-attn-3")
-    Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
+    Failing(monkeypatch, ALL[:1], "forward", error)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="no kernel image"):
+        with pytest.raises(type(error), match="no kernel image"):
             assert_right(inputs())
+    assert chosen(*inputs()) == ALL[0]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -27,18 +28,16 @@ LABELS = torch.tensor([[-100, -100, -100, 8, 9], [-100, -100, -100, 10, 11]])
 
 
 def scored(model):
-    before = dict(fastdpo.calls)
-    fastdpo.score(model, IDS, labels=LABELS).sums().sum().backward()
-    (path,) = {key[2] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
+    """The path of a call, whose gradients are computed where there are any."""
+    before = Counter(fastdpo.calls)
+    sums = fastdpo.score(model, IDS, labels=LABELS).sums().sum()
+    if sums.requires_grad:
+        sums.backward()
+    ((_, _, path),) = fastdpo.calls - before
     return path
 
 
-def referred(model):
-    before = dict(fastdpo.calls)
-    with torch.no_grad():
-        fastdpo.score(model, IDS, labels=LABELS)
-    (path,) = {key[2] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
-    return path
+referred = torch.no_grad()(scored)
 
 
 @pytest.fixture

@@ -125,16 +125,6 @@ def abandoned(path) -> None:
     os.utime(path, (old, old))
 
 
-def test_temporary_files_of_killed_processes_are_removed(stored):
-    """A killed process may leave a truncated temporary file, which is never read."""
-    leftover = stored.parent / f".{'a' * 32}.tmp"
-    stored.rename(leftover)
-    leftover.write_bytes(leftover.read_bytes()[:30])
-    abandoned(leftover)
-    assert_close(precompute(stored), exact(tiny_model(), ROWS))
-    assert not leftover.exists()
-
-
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), OSError(errno.EIO, "broken disk")])
 def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkeypatch, error):
     values = -torch.arange(1.0, 13.0).view(6, 2)
