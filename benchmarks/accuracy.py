@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.cases import Unavailable
-from benchmarks.run import PACKAGES, commit
+from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
 from benchmarks.tables import short_commit, wrap
@@ -115,14 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.quick and args.json == RESULT:
         parser.error("--quick must come with another file than that of the documentation")
-    host = machine.machine()
-    result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": host.get("accelerator") or host["cpu"],
-        "versions": machine.versions(*PACKAGES),
-        "regimes": measure(args.quick),
-    }
+    result = machine.origin(*PACKAGES) | {"regimes": measure(args.quick)}
+    result["machine"] = result["machine"].get("accelerator") or result["machine"]["cpu"]
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     print(table(result))

@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def machine() -> dict[str, str | int]:
     return facts
 
 
-def origin(*packages: str) -> dict[str, object]:
+def origin(*packages: str) -> dict[str, Any]:
     """When, at which commit, on which machine and with which packages something is measured."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": when, "commit": commit(), "machine": machine(), "versions": versions(*packages)}

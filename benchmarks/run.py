@@ -17,7 +17,6 @@ import shlex
 import sys
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import machine, tables
 from benchmarks.case_runner import FAILED, INCORRECT, CaseRunner
 from benchmarks.cases import Case, Suite
-from benchmarks.machine import commit
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -72,14 +70,13 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
         sys.exit(f"--cases must match a case of {suite.name}: {names}; got {args.cases!r}")
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else suite.rounds)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    origin = machine.origin(*PACKAGES)
     result: dict[str, Any] = {
         "suite": suite.name,
         "title": suite.title,
         "command": shlex.join(["python", "-m", "benchmarks.run", *args.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine.machine() | settings(args.threads),
-        "versions": machine.versions(*PACKAGES),
+        **origin,
+        "machine": origin["machine"] | settings(args.threads),
         "quick": args.quick,
         "rounds": rounds,
         "cases": [],

@@ -1,44 +1,7 @@
 """The benchmark suites, by name."""
 
-from benchmarks.suites import (
-    a2po,
-    accumulated,
-    attention,
-    evaluation,
-    grpo,
-    head,
-    host,
-    hybrid,
-    kto,
-    llamafactory,
-    loss,
-    memory,
-    online,
-    precompute,
-    reward,
-    step,
-    tpo,
-    vision,
-)
+from benchmarks.suites import accumulated, attention, grpo, head, host, loss, memory, reward, step, trainers, vision
 
-_MODULES = (
-    step,
-    hybrid,
-    evaluation,
-    precompute,
-    online,
-    kto,
-    grpo,
-    tpo,
-    a2po,
-    accumulated,
-    reward,
-    vision,
-    llamafactory,
-    head,
-    loss,
-    attention,
-    host,
-    memory,
-)
-SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}
+_MODULES = grpo, accumulated, reward, vision, head, loss, attention, host, memory
+_ALL = (step.SUITE, *trainers.SUITES, *(module.SUITE for module in _MODULES))
+SUITES = {suite.name: suite for suite in _ALL}

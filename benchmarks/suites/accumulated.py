@@ -8,13 +8,13 @@ from typing import Any
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.machine import on_gpu
 from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload, ModelSize, Workload, draw_lengths
-from benchmarks.suites.online import LONGEST
 from benchmarks.suites.step import (
     BOUNDS,
     DESCRIPTIONS,
     GPU_SIZE,
     GRAPHS_OF_COMPILED,
     LABELLED,
+    LONGEST_STORED,
     PROFILES,
     QUICK_SIZE,
     SPREAD,
@@ -73,7 +73,7 @@ def _of_rows(of_batches: list[LengthProfile], trainer: str, of_trl: tuple[str, s
 
 
 def _of_groups(profile: tuple[float, float], options: dict) -> tuple[Side, ...]:
-    lengths = draw_lengths(*profile, 2, 0, spread=SPREAD, bounds=(2, LONGEST), completions=ROWS // 2)
+    lengths = draw_lengths(*profile, 2, 0, spread=SPREAD, bounds=(2, LONGEST_STORED), completions=ROWS // 2)
     work = GroupWorkload((lengths,), **options)
     return _sides(f"{SIDES}GRPO", work, (LABELLED, "labelled"))
 

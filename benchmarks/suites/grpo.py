@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases import Case, Suite
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
-from benchmarks.suites.online import LONGEST
-from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, case_of, profiles, without_and_with
+from benchmarks.suites.step import DESCRIPTIONS, LONGEST_STORED, QUICK_SIZE, SPREAD, case_of, profiles, without_and_with
 
 PROMPTS, BATCHES = 2, 2
 
@@ -14,7 +13,7 @@ def build_cases(quick: bool) -> list[Case]:
     cases = []
     for trainer in ("GRPO", "RLOO"):
         for name, profile in profiles(quick).items():
-            options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
+            options = dict(spread=SPREAD, bounds=(2, LONGEST_STORED), completions=COMPLETIONS)
             lengths = tuple(draw_lengths(*profile, PROMPTS, seed, **options) for seed in range(BATCHES))
             work = GroupWorkload(lengths, size=QUICK_SIZE if quick else ModelSize(), trainer=trainer)
             sides = without_and_with("benchmarks.sides.groups:GroupStep", work)

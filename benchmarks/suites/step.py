@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.machine import on_gpu
@@ -60,7 +60,8 @@ PROFILES = {
 SHORT = "HH", "TL;DR", "UltraFeedback"
 """The datasets of most suites. Their rows are short enough for logits that `OnlineDPOTrainer` stores several times."""
 SPREAD = 0.6  # standard deviation of the logarithm of a length
-BOUNDS = 2, 1536  # tokens of a prompt or completion
+LONGEST, LONGEST_STORED = 1536, 768  # tokens of a prompt or completion; where logits of all positions are stored
+BOUNDS = 2, LONGEST
 PAIRS, GPU_PAIRS = 6, 8  # on a GPU, TRL's default
 
 GPU_SIZE = ModelSize(24, 896, 4864, 14, 2, 151_936)  # Qwen2.5-0.5B
@@ -80,10 +81,17 @@ def profiles(quick: bool, datasets: Iterable[str] = SHORT) -> dict[str, LengthPr
     return QUICK_PROFILES if quick else {name: PROFILES[name] for name in datasets}
 
 
-def workload(profile: LengthProfile, quick: bool, lora: bool = False, batches: int = 1) -> Workload:
-    pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (PAIRS, batches, ModelSize())
-    lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=BOUNDS) for seed in range(batches)]
-    return Workload(tuple(lengths), lora=lora, size=size)
+def workload(
+    profile: LengthProfile,
+    quick: bool,
+    pairs: int = PAIRS,
+    batches: int = 1,
+    longest: int = LONGEST,
+    **options: Any,
+) -> Workload:
+    pairs, batches, size = (pairs // 2, 2, QUICK_SIZE) if quick else (pairs, batches, ModelSize())
+    lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=(2, longest)) for seed in range(batches)]
+    return Workload(tuple(lengths), size=size, **options)
 
 
 def case_of(name: str, group: str, profile: LengthProfile, sides: tuple[Side, ...]) -> Case:
@@ -161,7 +169,7 @@ def build_cases(quick: bool) -> list[Case]:
     cases = []
     for group, lora in (("full", False), ("LoRA", True)):
         for name, profile in profiles(quick, PROFILES).items():
-            work = workload(profile, quick, lora)
+            work = workload(profile, quick, lora=lora)
             stock = () if lora else (stock_side(work),)
             cases.append(case_of(f"{group}/{name}", group, profile, stock + sides(work)))
     return cases

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import case_runner, run, tables, worker
+from benchmarks import case_runner, machine, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
-from benchmarks.suites import SUITES, accumulated, attention, hybrid, step
+from benchmarks.suites import SUITES, accumulated, attention, step, trainers
 from benchmarks.worker import build_side
 from tests.support.programs.warm import run_program
 
@@ -135,7 +135,10 @@ def test_a_suite(suite, cases, tmp_path, capsys, monkeypatch, pytestconfig):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["Qwen3.5", *(pytest.param(x, marks=pytest.mark.thorough) for x in sorted({*hybrid.ARCHITECTURES} - {"Qwen3.5"}))],
+    [
+        "Qwen3.5",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in sorted({*trainers.ARCHITECTURES} - {"Qwen3.5"})),
+    ],
 )
 def test_steps_of_hybrid_models(architecture, tmp_path):
     code, result = run_suite("hybrid", tmp_path, "--rounds", "1", "--cases", architecture)
@@ -312,9 +315,9 @@ def test_a_run_ends_after_its_seconds(run_cases, monkeypatch, capsys):
 
 def test_a_run_resumes_an_earlier_run(run_cases, monkeypatch):
     cases = [Case(name, "group", (head_side(SUBJECT),)) for name in ("a", "b")]
-    monkeypatch.setattr(run, "commit", lambda: "0" * 40)
+    monkeypatch.setattr(machine, "commit", lambda: "0" * 40)
     _, first = run_cases("head", cases, "--cases", "a", "--rounds", "1")
-    monkeypatch.setattr(run, "commit", lambda: "1" * 40)
+    monkeypatch.setattr(machine, "commit", lambda: "1" * 40)
     with pytest.raises(SystemExit, match="--resume: rounds must be 1, as in the file; got 2"):
         run_cases("head", cases, "--rounds", "2", "--resume")
     _, resumed = run_cases("head", cases, "--rounds", "1", "--resume")
