@@ -14,15 +14,6 @@ from tests.support.trl.dpo import assert_fused, build, tiny_model, train
 UNUSED = "not fused, no call of the policy has reached fastdpo in the first step"
 
 
-class OwnLossIfTraining(OwnLoss):
-    """Its code names the function that it overrides, which no training calls."""
-
-    def _compute_loss(self, model, inputs, return_outputs):
-        if not model.training:
-            return DPOTrainer._compute_loss(self, model, inputs, return_outputs)
-        return super()._compute_loss(model, inputs, return_outputs)
-
-
 class OwnLossAndFusedReference(OwnLoss):
     def _compute_loss(self, model, inputs, return_outputs):
         reference, _ = self.compute_ref_log_probs(self.ref_model, inputs)
@@ -66,7 +57,7 @@ def test_a_trainer_that_skips_the_patched_init(tmp_path, caplog):
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("trainer_class", [OwnLossIfTraining, OwnLossAndFusedReference, FusedOnlyInEvaluation])
+@pytest.mark.parametrize("trainer_class", [OwnLossAndFusedReference, FusedOnlyInEvaluation])
 def test_a_trainer_without_a_fused_call_says_so_in_its_first_step(tmp_path, caplog, trainer_class):
     with fastdpo.patched("trl.DPOTrainer"):
         assert_fused(train(tmp_path / "fused", tiny_model(), tiny_model(seed=1)), policy=3, reference=3)
@@ -95,7 +86,7 @@ def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     weights = Weights()
     with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=OwnLossIfTraining)
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=FusedOnlyInEvaluation)
         trainer.add_callback(weights)
         with pytest.raises(fastdpo.NotFused, match=UNUSED):
             trainer.train()

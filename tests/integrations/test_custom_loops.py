@@ -70,10 +70,12 @@ def test_a_step_after_an_evaluation_in_inference_mode():
     assert step(model, logps)
 
 
-def calls_of(function) -> dict[tuple[str, str, str], int]:
+def score(model, path=FUSED, **batch):
+    """The scored rows of a call that takes a path."""
     before = fastdpo.calls.copy()
-    function()
-    return dict(fastdpo.calls - before)
+    scored = fastdpo.score(model, **batch)
+    assert fastdpo.calls - before == {path: 1}
+    return scored
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -82,9 +84,7 @@ def test_scores_equal_those_of_the_models_own_logits(name):
     expected = own_logps(model, **batch)
     stock = step(model, expected)
     assert fastdpo.prepare(model) is model
-    before = fastdpo.calls.copy()
-    scored = fastdpo.score(model, **batch)
-    assert fastdpo.calls - before == {FUSED: 1}
+    scored = score(model, **batch)
     assert_close(scored.logps, expected, absolute=1e-5)
     assert torch.equal(scored.mask, batch["labels"][:, 1:] != IGNORE_INDEX)
     assert_close(scored.sums(), expected.sum(1), absolute=1e-5)
@@ -120,9 +120,7 @@ def test_a_model_that_falls_back_yields_the_same_rows(caplog, monkeypatch):
     expected = own_logps(model, **batch)
     stock = step(model, expected)
     fastdpo.prepare(model)
-    before = fastdpo.calls.copy()
-    scored = fastdpo.score(model, **batch)
-    assert fastdpo.calls - before == {STOCK: 1}
+    scored = score(model, STOCK, **batch)
     assert_close(scored.logps, expected)
     assert_same_gradients([stock], [step(model, scored.logps)])
     fastdpo.score(model, **batch)
@@ -144,9 +142,7 @@ def test_lora_before_and_after_prepare():
     assert_same_gradients([stock], [step(model, fastdpo.score(model, **batch).logps)])
     torch.manual_seed(0)
     later = get_peft_model(fastdpo.prepare(tiny_model()), config)
-    scored = {}
-    assert calls_of(lambda: scored.update(logps=fastdpo.score(later, **batch).logps)) == {FUSED: 1}
-    assert_close(scored["logps"], expected, absolute=1e-5)
+    assert_close(score(later, **batch).logps, expected, absolute=1e-5)
     with model.disable_adapter(), torch.no_grad():
         assert_close(fastdpo.score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
 
@@ -158,9 +154,8 @@ def test_prepared_again_copied_and_restored():
     fastdpo.prepare(model)
     assert fastdpo.score(model, **batch).entropy is None
     copied = copy.deepcopy(model)
-    assert calls_of(lambda: fastdpo.score(copied, **batch)) == {STOCK: 1}
-    fastdpo.prepare(copied)
-    assert calls_of(lambda: fastdpo.score(copied, **batch)) == {FUSED: 1}
+    score(copied, STOCK, **batch)
+    score(fastdpo.prepare(copied), **batch)
     fresh = vars(tiny_model())
     for each in (model, copied, model):
         assert fastdpo.restore(each) is each
@@ -178,8 +173,7 @@ def test_models_of_a_patched_trainer(tmp_path):
             fastdpo.prepare(model)
         expected = own_logps(model, **rows())
         copied = fastdpo.prepare(copy.deepcopy(model))  # with the forward that TRL has given it
-        assert calls_of(lambda: fastdpo.score(copied, **rows())) == {STOCK: 1}
-        assert_close(fastdpo.score(copied, **rows()).logps, expected, absolute=1e-5)
+        assert_close(score(copied, STOCK, **rows()).logps, expected, absolute=1e-5)
     assert trainer.steps == 1
 
 
@@ -248,12 +242,11 @@ def accelerator():
 
 def test_a_model_that_accelerate_has_prepared(accelerator):
     """In bfloat16: its wrappers of the forward autocast."""
-    batch, scored = rows(), {}
+    batch = rows()
     with torch.autocast("cpu", torch.bfloat16):
         expected = fastdpo.score(fastdpo.prepare(tiny_model()), **batch).logps
     model = fastdpo.prepare(accelerator.prepare(tiny_model()))
-    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
-    assert torch.equal(scored["logps"], expected)
+    assert torch.equal(score(model, **batch).logps, expected)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
@@ -266,9 +259,8 @@ def default_dtype(request):
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])  # the functions of mixers are probed, too
 def test_another_default_dtype(name, default_dtype):
     """Of the process, by which tensors of probes would be made, too."""
-    model, batch, scored = fastdpo.prepare(tiny_family(name).float()), rows(), {}
-    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
-    assert_close(scored["logps"], own_logps(model, **batch), absolute=1e-5)
+    model, batch = fastdpo.prepare(tiny_family(name).float()), rows()
+    assert_close(score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -294,9 +286,23 @@ def test_images(order):
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, pixel_values=pixels)
     if order == "interleaved":
         batch = {name: x[[0, 2, 1, 3]] for name, x in batch.items()}
-    expected, before = own_logps(model, **batch), fastdpo.calls.copy()
-    assert_close(fastdpo.score(model, **batch).logps, expected, absolute=1e-5)
-    assert fastdpo.calls - before == {FUSED: 1}
+    assert_close(score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("places", [([0], 8), ([0, 2], 2)], ids=["answer", "prompt"])
+def test_non_finite_values_stay_within_their_pair(places, value):
+    """Stock keeps them within a row; with a shared prompt, both rows of the pair may get them."""
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    batch["input_ids"][batch["input_ids"] == 90] = 91
+    batch["input_ids"][places] = 90
+    score(model, **batch)
+    model.model.embed_tokens.weight.data[90] = value
+    expected, found = own_logps(model, **batch), score(model, **batch).logps
+    has_it = (batch["input_ids"] == 90).any(1)
+    assert expected[has_it].sum(1).isnan().all()
+    assert found[has_it].sum(1).isnan().all()
+    assert_close(found[[1, 3]], expected[[1, 3]], absolute=1e-5)
 
 
 # The forms of rows.
@@ -309,12 +315,8 @@ def test_padded_on_either_side_without_a_mask_and_with_positions():
     counted = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
     without = {name: x for name, x in batch.items() if name != "attention_mask"}
     arguments = [left, {**left, "position_ids": counted}, without, {**without, "position_ids": torch.arange(12)[None]}]
-
-    def check():
-        for each in arguments:
-            assert_close(fastdpo.score(model, **each).sums(), expected, absolute=1e-5)
-
-    assert calls_of(check) == {FUSED: len(arguments)}
+    for each in arguments:
+        assert_close(score(model, **each).sums(), expected, absolute=1e-5)
     with pytest.raises(ValueError, match=r"^score: attention_mask must be given for rows that are padded on the left"):
         fastdpo.score(model, left["input_ids"], labels=left["labels"])
 
@@ -322,13 +324,13 @@ def test_padded_on_either_side_without_a_mask_and_with_positions():
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_padding_on_the_left_is_what_the_model_takes_it_for(name):
     """The positions of GPT-2 count it, and those of OPT do not."""
-    model, batch, scored = tiny_family(name).eval(), rows(left=True), {}
+    model, batch = tiny_family(name).eval(), rows(left=True)
     expected = own_logps(model, **batch)
     stock = step(model, expected)
     fastdpo.prepare(model)
-    assert calls_of(lambda: scored.update(logps=fastdpo.score(model, **batch).logps)) == {FUSED: 1}
-    assert_close(scored["logps"], expected, absolute=1e-5)
-    found = step(model, scored["logps"])
+    logps = score(model, **batch).logps
+    assert_close(logps, expected, absolute=1e-5)
+    found = step(model, logps)
     assert_same_gradients(*([{"all": torch.cat([x.flatten() for x in y.values()])}] for y in (stock, found)))
     right = own_logps(model, **rows()).sum(1)
     assert (name == "opt") == torch.allclose(right, expected.sum(1), atol=1e-4)
@@ -341,7 +343,7 @@ def test_a_recurrence_that_reads_padding_on_the_left(caplog):
     model = tiny_family("recurrent_gemma").bfloat16()
     expected = own_logps(model, **rows(left=True))
     fastdpo.prepare(model)
-    assert calls_of(lambda: fastdpo.score(model, **rows())) == {FUSED: 1}
+    score(model, **rows())
     assert_close(fastdpo.score(model, **rows(left=True)).logps, expected.float(), absolute=0.05)
     assert "RecurrentGemmaForCausalLM depend on the padding before them [left-padding]" in caplog.text
 
@@ -349,9 +351,7 @@ def test_a_recurrence_that_reads_padding_on_the_left(caplog):
 def test_other_positions_fall_back():
     model, batch = fastdpo.prepare(tiny_family("gpt2").eval()), rows()
     batch["position_ids"] = torch.arange(3, 15)[None]
-    expected, scored = own_logps(model, **batch), {}
-    assert calls_of(lambda: scored.update(rows=fastdpo.score(model, **batch))) == {STOCK: 1}
-    assert_close(scored["rows"].logps, expected)
+    assert_close(score(model, STOCK, **batch).logps, own_logps(model, **batch))
 
 
 def flat() -> dict[str, torch.Tensor]:

@@ -85,9 +85,3 @@ def test_a_kernel_for_evaluation_that_depends_on_the_width_of_a_batch(directory)
     assert patched.calls["eval", "stock"] == 1
     assert any("[different-states]" in message for message in result["messages"]), result["messages"]
     assert_same_training(stock, patched)
-
-
-def test_a_model_with_layers_of_the_hub_is_checked(directory):
-    result = result_of(directory, "check")
-    assert result["kernels"].keys() >= {"RMSNorm", "SwiGLUMLP"}
-    assert result["ok"], result["verdicts"]

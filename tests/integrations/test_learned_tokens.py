@@ -10,13 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import (
-    LearnedTokens,
-    MemoryReport,
-    learning,
-    memory,
-    useful_tokens,
-)
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning, useful_tokens
 from fastdpo.models import calls as counters
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
@@ -155,15 +149,3 @@ def test_useful_tokens():
     assert of(24, 896, 4864, 14, 2) == pytest.approx(16_384, rel=0.01)
     assert of(2, 4096, 12_288, 32, 8) == 4096
     assert of(2, 448, 2432, 14, 2) == pytest.approx(4 * 16_384, rel=0.05)
-
-
-def test_what_devices_report(monkeypatch):
-    of_cpu = memory(torch.device("cpu"))
-    assert of_cpu is not None
-    assert 0 < of_cpu.used <= of_cpu.peak < of_cpu.total > of_cpu.others >= 0
-    for name, value in dict(
-        mem_get_info=(30, 100), memory_reserved=40, memory_allocated=10, max_memory_allocated=35
-    ).items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory(torch.device("cuda")) == MemoryReport(used=10, peak=35, others=30, total=100)
-    assert memory(torch.device("meta")) is None

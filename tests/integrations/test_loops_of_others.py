@@ -10,9 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import fastdpo
 from tests.support import ROOT
@@ -151,32 +149,3 @@ def test_the_recipe_of_torchtune(tmp_path):
         ranks(1, tmp_path / str(i), lambda _, x=x: run_torchtune(folder, x)) for i, x in enumerate(sources)
     )
     assert_same_training(stock, found)
-
-
-ON_RANKS = {"ddp": "mitchell", "fsdp2": "nemo_rl"}
-
-
-def train_on(engine: str, rank: int, is_fused: bool) -> dict:
-    name = ON_RANKS[engine]
-    policy, reference = models("gemma2")
-    if engine == "ddp":
-        wrapped = DistributedDataParallel(policy)
-    else:
-        for model in (policy, reference):
-            for unit in (*model.model.layers, model):
-                fully_shard(unit)
-        wrapped = policy
-    before = fastdpo.calls.copy()
-    done = run(name, wrapped, reference, changed(name)[0] if is_fused else None, batches(seed=rank))
-    return {**vars(done), "paths": {path for _, _, path in fastdpo.calls - before}}
-
-
-@pytest.mark.parametrize("engine", ON_RANKS)
-def test_loops_on_two_ranks(engine, tmp_path):
-    done = [
-        ranks(2, tmp_path / str(is_fused), lambda rank, x=is_fused: train_on(engine, rank, x))
-        for is_fused in (False, True)
-    ]
-    for stock, found in zip(*done, strict=True):
-        assert (stock["paths"], found["paths"]) == (set(), {"fused"})
-        assert_same_training(SimpleNamespace(**stock), SimpleNamespace(**found), None)

@@ -11,7 +11,7 @@ from trl import GRPOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations.admission import packages, tested_code
+from fastdpo.integrations.admission import packages
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.options import CUT_BY_MAX_TOKENS
 from fastdpo.integrations.patching import examine
@@ -217,21 +217,3 @@ def test_the_doctor_says_why_a_version_is_provisional(monkeypatch, newer):
     assert trainers()["trl.DPOTrainer"].status == doctor.OK
     assert trainers()["trl.ORPOTrainer"].status == doctor.FAILED
     assert "[changed-code]" in trainers()["trl.ORPOTrainer"].detail
-
-
-def one(rows):
-    return sum(rows)
-
-
-def another(rows):
-    return sum(rows) + 0
-
-
-def test_the_hash_of_a_function_is_that_of_its_text(monkeypatch):
-    recorded = tested_code.hash_of(one)
-    monkeypatch.setattr(tested_code, "hashes", lambda: {"trl.one": recorded})
-    without_text = {}
-    exec("def one(rows):\n    return sum(rows)\n", without_text)
-    for function, name in ((another, "trl.one"), (without_text["one"], "trl.one"), (None, "trl.one"), (one, "trl.two")):
-        assert tested_code.differing({name: function}) == [name]
-    assert tested_code.differing({"trl.one": one}) == []

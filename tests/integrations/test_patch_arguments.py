@@ -3,7 +3,6 @@
 import inspect
 import math
 import pydoc
-import subprocess
 import sys
 
 import pytest
@@ -155,11 +154,3 @@ def test_malformed_options(option, value, error, message):
         run.run([sys.executable], options=PatchOptions(**{option: value}))
     assert str(caught.value).startswith(f"run: {message}")
     assert DPOTrainer.__init__ is before
-
-
-def test_the_command_line_checks_options_before_the_program_starts():
-    command = [sys.executable, "-m", "fastdpo", "run", "--max-tokens", "0", "-m", "this"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("fastdpo run: max_tokens must be")
-    assert done.stderr.count("\n") == 1

@@ -12,7 +12,6 @@ from trl import DPOTrainer
 import fastdpo
 from fastdpo.integrations.trl.online_dpo import OnlineDPOLine
 from fastdpo.reasons import Reason
-from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import build, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -115,24 +114,6 @@ def test_no_package_at_all_is_a_warning_unless_one_is_named(monkeypatch, message
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(fastdpo.PatchError, match="not installed"):
         fastdpo.patch()
-
-
-def test_a_program_without_logging_prints_the_warning(tmp_path):
-    code = """
-import fastdpo
-from fastdpo.integrations.trl.kto import KTOLine
-from fastdpo.reasons import Reason
-KTOLine.unsupported_reason = lambda line: Reason("different-code", difference="it differs")
-fastdpo.patch()
-fastdpo.patch()
-"""
-    (tmp_path / "program.py").write_text(code)
-    done = run_program(tmp_path / "program.py")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "fastdpo" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("fastdpo: trl.DPOTrainer")
-    assert ": it differs [different-code]" in lines[0]
 
 
 LEVELS = ("warning", "warn", "error", "exception", "critical")

@@ -1,8 +1,6 @@
 """Adapters that are disabled and enabled as by PEFT, without its walks over the model."""
 
-import contextlib
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -166,49 +164,6 @@ def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
                 assert 0 < walks < walks_of_stock
 
 
-def replace(model):
-    model.delete_adapter("default")
-    model.add_adapter("default", model.peft_config["other"])
-    model.set_adapter("default")
-    with model.disable_adapter():
-        pass
-
-
-IN_BLOCKS = {  # more of them in tests/fuzz
-    "set": lambda model: model.set_adapter("other"),
-    "replaced": replace,
-    "added": lambda model: model.add_adapter("third", model.peft_config["other"]),
-    "deleted": lambda model: model.delete_adapter("default"),
-}
-
-
-@pytest.mark.parametrize("change", IN_BLOCKS)
-def test_adapters_are_changed_while_they_are_disabled(change):
-    def run(prepares):
-        torch.manual_seed(0)
-        model = trained_adapter(tiny_model())
-        model.add_adapter("other", model.peft_config["default"])
-        if prepares:
-            fastdpo.prepare(model)
-        with model.disable_adapter():
-            pass
-        seen = []
-        for name in ("other", "default"):
-            with contextlib.suppress(ZeroDivisionError, ValueError), model.disable_adapter():
-                IN_BLOCKS[change](model)
-                seen.append(trained(model))
-                raise ZeroDivisionError
-            seen.append((trained(model), model.get_model_status()))
-            with contextlib.suppress(ValueError):
-                model.set_adapter(name)
-            with model.disable_adapter():
-                seen.append(trained(model))
-            seen.append((trained(model), model.get_model_status()))
-        return seen
-
-    assert run(True) == run(False)
-
-
 def test_adapters_are_set_by_a_list_that_changes():
     model = trained_adapter(tiny_model())
     model.add_adapter("other", model.peft_config["default"])
@@ -254,18 +209,3 @@ def test_a_layer_with_a_function_of_its_own():
         with model.disable_adapter():
             pass
     assert enabled == [False, True] * 2
-
-
-COPIES = {"copy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
-
-
-@pytest.mark.parametrize("kind", COPIES)
-def test_copies_have_their_own_adapters(kind):
-    model = fastdpo.prepare(trained_adapter(tiny_model()))
-    copied = COPIES[kind](model)
-    for own, other in ((copied, model), (model, copied)):
-        with own.disable_adapter():
-            assert {x.disable_adapters for x in adapter_layers(own)} == {True}
-            assert {x.disable_adapters for x in adapter_layers(other)} == {False}
-    fastdpo.restore(model)
-    assert "disable_adapter" not in vars(model)

@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 import fastdpo
 from fastdpo import VerificationError
-from fastdpo.models import gradients, head
+from fastdpo.models import head
 from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import LORA, Run, adapter, assert_same_bits, long_pairs, tiny_model, train
@@ -165,16 +165,3 @@ def test_a_wrong_reference_is_found(tmp_path, monkeypatch):
     policy = tiny_model()
     with pytest.raises(VerificationError, match="log-probabilities by"):  # the policy without its adapters
         run(tmp_path / "adapters", True, [policy, None], peft_config=LoraConfig(**LORA))
-
-
-def test_groups_of_parameters():
-    from peft import get_peft_model
-
-    kinds = {"gpt2": "wpe", "qwen3_moe": "experts", "opt": "fc1", "gpt_neox": "dense_4h_to_h"}
-    for kind in kinds:
-        groups = gradients.groups_of(tiny_model(kind, without=("head_dim",) if kind != "qwen3_moe" else ()))
-        assert set(groups.values()) <= {"embeddings", "attention", "MLP", "norms", "head"}, (kind, groups)
-    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
-    trained = [name for name, p in model.base_model.model.named_parameters() if p.requires_grad]
-    groups = gradients.groups_of(model.base_model.model)
-    assert {groups[name] for name in trained} == {"adapters"}

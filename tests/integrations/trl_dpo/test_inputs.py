@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import pad
 from trl import DPOTrainer
-from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from tests.support.comparison import assert_trained_alike
-from tests.support.trl.dpo import WORDS, assert_fused, pairs, tiny_model, tokenizer, train
+from tests.support.trl.dpo import WORDS, assert_fused, pairs, tiny_model, train
 
 FILL = {"input_ids": 0, "attention_mask": 0, "completion_mask": 0}
 POLICY_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
@@ -208,52 +207,8 @@ def test_ids_outside_the_embeddings_raise(tmp_path, caplog, where):
     assert "trl.DPOTrainer (policy): not fused, the batch has ids from " in caplog.text
 
 
-POISON = 90  # a token that only one pair contains
-POISONED = {
-    "answer": pair("w1 w2 w3 ", f"w4 w{POISON - 3} w6 w7", "w4 w8"),
-    "prompt": pair(f"w1 w{POISON - 3} w3 ", "w4 w5", "w4 w8 w9"),
-}
-
-
-def scored(model, rows: list[dict[str, str]]):
-    """The ids of the pairs, and their log-probs under a model with TRL's or fastdpo's head."""
-    tokenize = tokenizer()
-    examples = [{f"{name}_ids": tokenize(text)["input_ids"] for name, text in row.items()} for row in rows]
-    batch = DataCollatorForPreference(pad_token_id=0)(examples)
-    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
-    with torch.no_grad():
-        return batch["input_ids"], model(**batch, labels=labels, fused_lm_head=True).log_probs
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", POISONED)
-def test_non_finite_values_stay_within_their_pair(where, value):
-    """Stock keeps them within a row; with a shared prompt, both rows of the pair may get them."""
-    rows = [pair("w1 w2 w3 ", "w4 w5", "w6"), POISONED[where], pair("w1 w2 ", "w3 w4 w5", "w3 w6")]
-    stock_model, model = tiny_model(), tiny_model()
-    dpo_trainer.add_fused_lm_head(stock_model)
-    with fastdpo.patched():
-        dpo_trainer.add_fused_lm_head(model)
-        scored(model, rows)
-        for m in (stock_model, model):
-            m.model.embed_tokens.weight.data[POISON] = value
-        before = fastdpo.calls["trl.DPOTrainer", "reference", "fused"]
-        ids, patched = scored(model, rows)
-        assert fastdpo.calls["trl.DPOTrainer", "reference", "fused"] == before + 1
-        _, stock = scored(stock_model, rows)
-    has_it = (ids == POISON).any(1)
-    others = torch.tensor([0, 2, 3, 5])
-    assert not has_it[others].any()
-    assert patched[others].isfinite().all()
-    torch.testing.assert_close(patched[others], stock[others])
-    assert stock[has_it].sum(1).isnan().all()
-    assert patched[has_it].sum(1).isnan().all()
-    finite = patched.isfinite() & stock.isfinite()
-    torch.testing.assert_close(patched[finite], stock[finite])
-
-
 def head_with_nan(model):
-    model.lm_head.weight.data[POISON] = float("nan")
+    model.lm_head.weight.data[-1] = float("nan")
     return model
 
 

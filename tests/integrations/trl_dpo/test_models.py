@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from accelerate.utils import is_peft_model, other
+from accelerate.utils import is_peft_model
 from peft import LoraConfig
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
@@ -184,26 +184,6 @@ def test_modes_that_are_set_are_not_set_again(adapter, tmp_path, monkeypatch):
         assert sets_modes()
         assert called == [True]
         assert "train" not in vars(model)
-
-
-def test_an_adapter_is_unwrapped_without_a_look_at_every_module(tmp_path, monkeypatch):
-    asked, original = [], other.has_compiled_regions
-    monkeypatch.setattr(other, "has_compiled_regions", lambda model: asked.append(model) or original(model))
-
-    def run(directory):
-        trainer = build(directory, trained_adapter(tiny_model()), None)
-        trainer.get_train_dataloader()
-        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-        asked.clear()
-        return trainer, trainer.compute_ref_log_probs(trainer.model, batch), len(asked)
-
-    _, stock, of_stock = run(tmp_path / "stock")
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer, patched, of_patched = run(tmp_path / "patched")
-        assert "unwrap_model" in vars(trainer.accelerator)
-    torch.testing.assert_close(patched, stock)
-    assert of_stock > of_patched == 0
-    assert "unwrap_model" not in vars(trainer.accelerator)
 
 
 def test_what_is_unwrapped(tmp_path):

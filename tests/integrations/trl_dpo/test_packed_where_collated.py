@@ -114,17 +114,6 @@ def test_a_batch_that_has_changed_before_it_is_moved_is_packed_again(change, way
     assert torch.equal(layout.labels, labels[:, 1:][labels[:, 1:] != IGNORE_INDEX])
 
 
-@pytest.mark.parametrize("write", [lambda x: x.data, lambda x: x.numpy()], ids=["data", "NumPy"])
-@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "labels"])
-def test_a_layout_that_was_made_in_a_call_is_made_again(name, write, packed):
-    batch = dict(collated())
-    batch["labels"], before = labels_of(batch), len(packed)
-    layout = layout_in_a_call(batch, batch["labels"])
-    write(batch[name])[2, -1:] = 0
-    assert layout_in_a_call(batch, batch["labels"]) is not layout
-    assert len(packed) == before + 2
-
-
 @pytest.mark.parametrize("options", [dict(groups=None), dict(reach=40)], ids=str)
 def test_a_call_that_needs_another_layout_makes_it(options, packed):
     batch, before = as_a_step_gets_it(collated()), len(packed)
@@ -185,21 +174,6 @@ def test_changed_labels_on_a_device(tmp_path, trainer_class, monkeypatch):
     """They are packed again there as well, if the change can be seen without a comparison. The CPU stands for one."""
     monkeypatch.setattr(batches, "is_host", lambda device: False)
     assert_trained_alike(train_both(tmp_path, trainer_class=trainer_class), policy=3, reference=3)
-
-
-class OtherCompletions(DataCollatorForPreference):
-    """A collator of the user, which changes what TRL's has made."""
-
-    def torch_call(self, examples):
-        batch = super().torch_call(examples)
-        batch["completion_mask"][:, ::2] = 0
-        return {**batch, "attention_mask": batch["attention_mask"].clone()}
-
-
-def test_a_collator_of_the_user(tmp_path, packed):
-    collator = OtherCompletions(pad_token_id=0)
-    assert_trained_alike(train_both(tmp_path, data_collator=collator), policy=3, reference=3)
-    assert packed.count(8) == 4  # once for each batch, of which one is ahead
 
 
 def test_batches_that_are_dispatched(tmp_path):

@@ -18,8 +18,6 @@ from fastdpo import ref_logps
 from tests.support.comparison import RELATIVE, approximately, assert_close
 from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import config, dataset, pairs, tiny_model, tokenizer
-from tests.support.workers import precompute
-from tests.support.workers.processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -208,18 +206,3 @@ def test_a_model_that_cannot_be_packed(data, tmp_path):
         patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
     assert calls == 4
     assert_close(values(patched), values(stock))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_ranks_with_data_in_memory(ranks, tmp_path):
-    run_ranks(ranks, precompute.train_rank, tmp_path)
-    alone, _ = trainer_on(dataset(10, tmp_path / "data"), tmp_path)
-    reference, policy = (("trl.DPOTrainer", kind, "fused") for kind in ("reference", "policy"))
-    for rank in range(ranks):
-        result = torch.load(tmp_path / f"rank{rank}.pt")
-        assert result["world"] == ranks
-        # 5, 2 and 1 batches of two pairs; every rank makes the same number of calls
-        assert result["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
-        assert result["trained"][policy] == 2
-        assert reference not in result["trained"]
-        assert_close(torch.stack([result["chosen"], result["rejected"]]), values(alone))

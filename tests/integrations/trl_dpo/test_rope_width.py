@@ -9,7 +9,9 @@ import torch
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.models import facts, support
+from fastdpo.integrations.scored_rows import equal_when_merged
+from fastdpo.models import facts, forward, support
+from fastdpo.models.state import ForwardOptions
 from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import assert_same, long_pairs, train
 
@@ -103,13 +105,6 @@ def test_narrow_batches_are_precomputed(tmp_path, caplog, name):
     assert "own pass" not in caplog.text
 
 
-@both_sides
-def test_given_values_are_used(tmp_path, name):
-    given = [row | dict(ref_chosen_logps=-3.0, ref_rejected_logps=-4.0) for row in BOTH]
-    run = patched(tmp_path, name, {}, data=given, precompute_ref_log_probs=True, max_steps=2)
-    assert run.calls == {("policy", "fused"): 2}
-
-
 def tokens(*lengths: int) -> dict[str, list[int]]:
     ids = [torch.randint(3, 90, (n,)).tolist() for n in lengths]
     return dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), ids, strict=True))
@@ -125,3 +120,24 @@ def test_precompute_refuses_long_rows(name):
     for i, row in enumerate(rows):
         alone = ref_logps.precompute(tiny_family(name), [row], max_length=limit)
         torch.testing.assert_close(torch.cat(alone), torch.stack([x[i] for x in together]), rtol=1e-4, atol=1e-4)
+
+
+@both_sides
+def test_batches_are_merged_only_where_none_becomes_wider_than_the_limit(name):
+    """The KTO trainers ask before one call replaces two."""
+    model, limit = tiny_family(name).eval(), LIMITS[name]
+    forward.install(model, ForwardOptions("a trainer", "reference"), lambda scored, _: scored.logps.logps)
+
+    def merges(a: int, b: int) -> bool:
+        return equal_when_merged(model, torch.zeros(2, a, dtype=torch.long), torch.zeros(2, b, dtype=torch.long))
+
+    assert merges(5, limit)
+    assert merges(limit + 4, limit + 4)
+    assert not merges(5, limit + 1)
+    assert not merges(limit + 1, limit + 2)
+
+
+def test_batches_of_other_models_are_merged_whatever_their_widths():
+    model = tiny_family("llama").eval()
+    forward.install(model, ForwardOptions("a trainer", "reference"), lambda scored, _: scored.logps.logps)
+    assert equal_when_merged(model, torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 500, dtype=torch.long))

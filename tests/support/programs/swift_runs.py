@@ -15,7 +15,6 @@ import pytest
 import swift.rlhf_trainers.dpo_trainer  # noqa: F401  makes TRL 0.28 importable next to transformers 5
 
 import fastdpo
-from fastdpo.integrations.swift import batches
 from tests.support.comparison import double
 from tests.support.programs.workload import Workload
 from tests.support.trl.dpo import Gradients, Run, numbers
@@ -178,18 +177,6 @@ def scale_head(model: Any) -> None:
 def join_rows_and_scale_logits(pipeline: Any) -> None:
     join_rows(pipeline)
     scale_logits(pipeline)
-
-
-def forget_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the patched trainers leave out the last token of the first row."""
-
-    def without_a_token(batch: dict[str, Any], **options: Any) -> Any:
-        inputs = batches.inputs_of(batch, **options)
-        labels = inputs["labels"].clone()
-        labels[0, (labels[0] != -100).nonzero()[-1]] = -100
-        return {**inputs, "labels": labels}
-
-    monkeypatch.setattr("fastdpo.integrations.swift.line.inputs_of", without_a_token)
 
 
 def use_trainer(monkeypatch: pytest.MonkeyPatch, trainer: type) -> None:

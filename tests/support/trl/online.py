@@ -7,7 +7,6 @@ reward.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftConfig
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
 
 from tests.support.comparison import double
 
@@ -28,12 +27,11 @@ import fastdpo
 from tests.support.trl.dpo import (
     OPTIONS,
     WORDS,
-    Gradients,
     Run,
     assert_fused,
     assert_same,
-    numbers,
     pairs,
+    record,
     tiny_model,
     tokenizer,
 )
@@ -99,6 +97,7 @@ def build(
     rewards: Callable = reward,
     data: list[dict] | None = None,
     peft_config: PeftConfig | None = None,
+    callbacks: list[TrainerCallback] | None = None,
     **overrides,
 ) -> OnlineDPOTrainer:
     """Creates an online trainer.
@@ -117,6 +116,7 @@ def build(
         train_dataset=Dataset.from_list(data or [{"prompt": row["prompt"]} for row in pairs(16)]),
         processing_class=tokenizer(),
         peft_config=peft_config,
+        callbacks=callbacks,
     )
 
 
@@ -143,15 +143,9 @@ def train_online(
             run.batches.append(generated[:4])
             return generated
 
-    before = Counter(fastdpo.calls)
-    trainer = build(directory, model, reference, Recorded, **options)
-    trainer.add_callback(Gradients(run.gradients))
-    trainer.train()
-    run.steps = trainer.state.global_step
-    run.logs = [numbers(log) for log in trainer.state.log_history]
+    run = replace(run, **vars(record(functools.partial(build, directory, model, reference, Recorded, **options))))
     for i, loss in enumerate(torch.stack(losses).view(run.steps, -1).sum(1).tolist()):
         run.logs[i]["loss"] = loss  # TRL rounds the logged loss to four digits
-    run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
     return run
 
 

@@ -23,14 +23,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fastdpo
-from fastdpo.commands.check import side
-from fastdpo.commands.check.command import check
 from fastdpo.models.examine.comparable import in_evaluation_mode
 from fastdpo.models.mixers import finding
 from kernels import LocalLayerRepository, Mode, replace_kernel_forward_from_hub, use_kernel_mapping
 from tests.support.models.families import HYBRID
 from tests.support.stand_ins import hub_layers
-from tests.support.trl.dpo import Run, adapter, pairs, tiny_model, tokenizer, train
+from tests.support.trl.dpo import Run, adapter, tiny_model, tokenizer, train
 from tests.support.trl.kto import train_kto
 
 USED = dict(model_init_kwargs={"use_kernels": True})
@@ -129,14 +127,6 @@ def functions(directory: Path) -> dict[str, Any]:
     return {**found, "training again": called()}
 
 
-def checked(directory: Path) -> dict[str, Any]:
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(4)))
-    fields = ["--model_init_kwargs", json.dumps(USED["model_init_kwargs"])]
-    model, data = saved(directory / "llama", "llama"), str(directory / "pairs.jsonl")
-    report = check(model, data, batches=1, fields=fields, run=side.measure)
-    return {"ok": report.ok, "verdicts": [tuple(x) for x in report.verdicts]}
-
-
 def main(directory: Path) -> None:
     gc.freeze()  # trainings collect garbage, which takes long among all that is imported
     replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
@@ -144,7 +134,6 @@ def main(directory: Path) -> None:
     layers = sys.modules[LocalLayerRepository(repository, layer_name="RMSNorm").load().__module__]
     does = {name: (case.layers, functools.partial(run, case, directory / name)) for name, case in CASES.items()}
     does["functions"] = CONVOLUTIONS, functools.partial(functions, directory)
-    does["check"] = FUSED, functools.partial(checked, directory)
     for name, (chosen, do) in does.items():
         layers.calls.clear()
         try:

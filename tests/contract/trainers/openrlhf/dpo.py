@@ -44,17 +44,6 @@ OPTIONS = {
 
 
 class OwnForward(Recorded):
-    """Its code names the function that it overrides, which no training calls."""
-
-    falls_through = False
-
-    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
-        if self.falls_through:
-            return super().concatenated_forward(model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        return forward_of_its_own(model, chosen_ids, reject_ids)
-
-
-class OwnForwardAlone(Recorded):
     def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
         return forward_of_its_own(model, chosen_ids, reject_ids)
 
@@ -125,10 +114,6 @@ HARNESSES = [
         },
         bypassing={
             "own forward": (
-                dict(trainer_class=OwnForwardAlone),
-                f"{UNUSED}; OwnForwardAlone overrides concatenated_forward",
-            ),
-            "own forward that may fall through": (
                 dict(trainer_class=OwnForward),
                 f"{UNUSED}; OwnForward overrides concatenated_forward",
             ),

@@ -4,11 +4,11 @@ import functools
 
 from fastdpo.integrations.swift import batches
 from tests.contract.harness import Harness, Newer, in_each_layout, repeated
+from tests.support import faults
 from tests.support.comparison import assert_same
 from tests.support.programs.swift_runs import (
     LORA,
     PACKING,
-    forget_a_token,
     join_rows,
     join_rows_and_scale_logits,
     scale_logits,
@@ -147,7 +147,7 @@ def without_reference(kind: str, *kinds: str, **attributes) -> Harness:
             "evaluation": (EVALUATED, dict(policy=3, eval=1)),
         },
         fallbacks={"a head with hooks": (dict(prepare=scale_logits), {("policy", "stock"): 3}, "the head has hooks")},
-        sabotages={"a missing token": (forget_a_token, dict(kind=kinds[-1]))},
+        sabotages={"a missing token": (faults.without_a_result, dict(kind=kinds[-1]))},
         verified={"padded": (dict(max_steps=2), 1)},
         **attributes,
     )
@@ -195,7 +195,9 @@ HARNESSES = [
             f"a head with hooks, {layout}": (dict(prepare=prepare), ALL_STOCK, "the head has hooks")
             for layout, prepare in HOOKED.items()
         },
-        sabotages={f"a missing token, {layout}": (forget_a_token, prepared) for layout, prepared in LAYOUTS.items()},
+        sabotages={
+            f"a missing token, {layout}": (faults.without_a_result, prepared) for layout, prepared in LAYOUTS.items()
+        },
         verified={layout: (dict(max_steps=2, **prepared), 2) for layout, prepared in LAYOUTS.items()},
         newer=Newer(
             version="4.7.0",

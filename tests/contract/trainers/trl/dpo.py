@@ -21,6 +21,7 @@ from fastdpo.models.parts import language_model
 from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models import multimodal
+from tests.support.models.altered_heads import ALTERED, forward_of_the_model
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, kind
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import DPO, WORDS, adapter, long_pairs, mean_logit, pairs, train_both, trained_adapter
@@ -189,6 +190,7 @@ if FUSES_A_HEAD:
         "metrics of logits": (dict(evaluate=4, compute_metrics=mean_logit), dict(policy=3, reference=3 + 1, eval=1)),
         "weights elsewhere": (dict(trainer_class=Elsewhere), FULL),
         "weights elsewhere, adapter": (dict(trainer_class=Elsewhere, **adapter()), FULL),
+        "forward of a user": (dict(prepare=forward_of_the_model), FULL),  # which TRL replaces
     }
 
 
@@ -222,6 +224,7 @@ FALLBACKS = {
         "the adapter default is an activated LoRA, which begins at a token",
     ),
     "a head that PEFT trains": (adapter(modules_to_save=["lm_head"]), fallbacks(stock=3), "ModulesToSaveWrapper"),
+    **{x.__name__: (dict(prepare=x), fallbacks(stock=3), ALTERED[x]) for x in ALTERED if x is not forward_of_the_model},
     # drawn for the padded batch and scaled by its width
     "noise on embeddings": (NOISE, fallbacks(fused=4) | {("eval", "fused"): 1}, "NEFTune"),
     "noise on embeddings of the reference, too": (

@@ -12,6 +12,7 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 from fastdpo.integrations.trl import online_dpo
 from tests.contract.harness import UNUSED, Harness, sabotaged_by
 from tests.support import faults
+from tests.support.models.altered_heads import ALTERED
 from tests.support.trl.dpo import LORA, trained_adapter
 from tests.support.trl.online import (
     FOR_HARNESS,
@@ -117,6 +118,7 @@ HARNESSES = [
                 ALL_STOCK,
                 "the head of Loud gives other logits than its forward (relative difference 0.33)",
             ),
+            **{alter.__name__: (dict(prepare=alter), ALL_STOCK, reason) for alter, reason in ALTERED.items()},
         },
         bypassing={
             "own forward": (
