@@ -128,6 +128,18 @@ def sabotaged_by(*planted: Fault, **options: Any) -> dict[str, tuple[Fault, Opti
     return {fault.__name__: (fault, options) for fault in planted}
 
 
+def with_dropout(calls: Mapping[tuple[str, str], int], **options: Any) -> dict:
+    """The entry of `Harness.fallbacks` for attention with dropout, with options of `both`."""
+    options = dict(tiny=dict(attention_dropout=0.1), **options)
+    return {"attention dropout": (options, calls, "attention dropout is active [attention-dropout]")}
+
+
+def bypassed(trainer_class: type, *functions: str, name: str | None = None, **options: Any) -> dict:
+    """The entry of `Harness.bypassing` for a class with functions of its own, which may be logged by another name."""
+    reason = f"{UNUSED}; {name or trainer_class.__name__} overrides {' and '.join(functions)}"
+    return {f"own {' and '.join(functions)}": (dict(trainer_class=trainer_class, **options), reason)}
+
+
 PATHS = {"openrlhf": ("openrlhf", "openrlhf/stand_ins"), "swift": (), "llamafactory": ("programs/llamafactory",)}
 """The programs that have environments of their own, with folders of modules that their trainings import."""
 

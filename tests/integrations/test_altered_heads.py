@@ -43,16 +43,6 @@ def test_a_forward_wrapped_around_the_patched_one_is_kept():
     assert torch.equal(head(x), nn.Linear.forward(head, x))
 
 
-def test_restoring_a_head_leaves_no_trace():
-    head = nn.Linear(3, 5)
-    before = dict(vars(head))
-    heads.install(head)
-    assert heads.unsupported_reason(head) is None
-    assert vars(head) != before
-    heads.restore(head)
-    assert vars(head) == before
-
-
 def test_sequences_split_across_ranks_fall_back(monkeypatch, caplog):
     """Context parallelism looks up the attention by its name before the first forward pass."""
     rows, model = tokens(4), tiny_model()

@@ -1,7 +1,5 @@
 """A trainer whose class bypasses the patched functions says so, before its weights change."""
 
-import copy
-
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -91,16 +89,3 @@ def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
         with pytest.raises(fastdpo.NotFused, match=UNUSED):
             trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), weights.before))
-
-
-def test_a_copied_trainer_says_only_that_its_models_are_copies(tmp_path, caplog):
-    fastdpo.patch("trl.DPOTrainer")
-    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 8, max_steps=1)
-    with caplog.at_level("INFO", logger="fastdpo"):
-        copy.deepcopy(trainer).train()
-        assert caplog.text.count("the model is a copy of a patched model") == 2  # policy and reference
-        assert UNUSED not in caplog.text
-        caplog.clear()
-        trainer.train()
-    assert caplog.text.count("trl.DPOTrainer calls: ") == 2  # at its first log and at its end
-    assert "not fused" not in caplog.text

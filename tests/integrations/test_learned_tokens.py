@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning, useful_tokens
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
 from fastdpo.models import calls as counters
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
@@ -132,20 +131,3 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
         with learning(learned):
             pass
         assert [*saved.values()] in ([], [[0, False]])
-
-
-def test_useful_tokens():
-    """They are those at which Qwen2.5-0.5B was measured, and more for narrower layers. On a CPU, a constant."""
-
-    def of(layers: int, hidden: int, mlp: int, heads: int, groups: int) -> int:
-        sizes = dict(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=groups, vocab_size=151_936)
-            )
-        assert useful_tokens(model, torch.device("cpu")) == learned_tokens.USEFUL_ON_CPU
-        return useful_tokens(model, torch.device("cuda"))
-
-    assert of(24, 896, 4864, 14, 2) == pytest.approx(16_384, rel=0.01)
-    assert of(2, 4096, 12_288, 32, 8) == 4096
-    assert of(2, 448, 2432, 14, 2) == pytest.approx(4 * 16_384, rel=0.05)

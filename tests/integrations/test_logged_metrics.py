@@ -7,13 +7,10 @@ import json
 from collections import defaultdict, deque
 
 import pytest
-import torch
-from accelerate import Accelerator
 from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.trl.gathering import of_all_ranks
 from tests.support.comparison import RELATIVE, approximately
 from tests.support.trl.dpo import build, run_two_ranks, tiny_model
 
@@ -23,23 +20,6 @@ def _unpatched():
     yield
     fastdpo.unpatch()
     gc.collect()  # trainers and callbacks that refer to each other
-
-
-def test_a_custom_gather_function_is_kept():
-    accelerator = Accelerator(cpu=True)
-    accelerator.gather = custom = lambda x: x
-    with of_all_ranks(accelerator):
-        assert accelerator.gather is custom, "a custom function must not be replaced"
-    assert accelerator.gather is custom
-    assert "gather_for_metrics" not in vars(accelerator)
-
-
-def test_the_functions_of_accelerate_are_restored():
-    accelerator = Accelerator(cpu=True)
-    with of_all_ranks(accelerator, gather=lambda x: 2 * x):
-        assert accelerator.gather(1) == accelerator.gather_for_metrics(1, use_gather_object=False) == 2
-    assert vars(accelerator).keys().isdisjoint({"gather", "gather_for_metrics"})
-    assert torch.equal(accelerator.gather(torch.ones(3)), torch.ones(3))
 
 
 @pytest.fixture

@@ -33,12 +33,6 @@ def change_online_dpo(monkeypatch) -> None:
     monkeypatch.setattr(OnlineDPOLine, "unsupported_reason", lambda line: CHANGED)
 
 
-def test_without_anything_off_there_is_no_warning(messages):
-    report = fastdpo.patch()
-    assert messages(logging.WARNING) == []
-    assert messages(logging.INFO) == [str(report)]
-
-
 def test_a_trainer_that_is_off_is_warned_about_once(monkeypatch, messages):
     change_online_dpo(monkeypatch)
     with fastdpo.patched() as first:
@@ -73,18 +67,13 @@ def test_trainers_created_before_are_warned_about_once(tmp_path, messages):
     (warning,) = messages(logging.WARNING)
     assert warning == str(report)
     assert warning.endswith("on; created before patch() and not patched: DPOTrainer")
-    del trainer
+    other = build(tmp_path / "other", tiny_model(), tiny_model(seed=1))
+    fastdpo.unpatch()
+    fastdpo.patch()
+    assert len(messages(logging.WARNING)) == 2
+    del trainer, other
     gc.collect()
     assert "created before" not in str(fastdpo.patch())
-
-
-def test_each_trainer_created_before_is_warned_about(tmp_path, messages):
-    trainers = []
-    for i in range(2):
-        trainers.append(build(tmp_path / str(i), tiny_model(), tiny_model(seed=1)))
-        with fastdpo.patched():
-            pass
-    assert len(messages(logging.WARNING)) == 2
 
 
 def test_trainers_created_before_raise_in_strict_mode(tmp_path, monkeypatch):

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from trl.experimental.async_grpo import async_grpo_trainer
-from trl.trainer import grpo_trainer, utils
+from trl.trainer import grpo_trainer
 
 import fastdpo
 from tests.support.comparison import assert_close, assert_same_gradients
@@ -112,8 +111,3 @@ def test_other_inputs_fall_back_to_stock(tmp_path, caplog, trainer_class, inputs
         assert all(map(torch.equal, result[:2], expected[:2]))
     assert fastdpo.calls - before == {(NAMES[trainer_class], "policy", "stock"): 2}
     assert caplog.text.count(stock_path(trainer_class, "policy", reason)) == 1
-
-
-def test_async_grpo_is_not_touched():
-    fastdpo.patch("trl")
-    assert async_grpo_trainer.add_fused_lm_head is utils.add_fused_lm_head

@@ -26,32 +26,16 @@ def both(tmp_path):
     return functools.partial(train_both_rewards, tmp_path)
 
 
-class Shortened(RewardTrainer):
-    """The last tokens of rows become padding after their collation."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs["input_ids"][:, 6:] = 0
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 class ShortenedUnseen(RewardTrainer):
-    """So they do by a write that raises no version of their tensors."""
+    """The last tokens of rows become padding after their collation, by a write that raises no version."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         inputs["input_ids"].data[:, 6:] = 0
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-class Renewed(RewardTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        mask = inputs["attention_mask"].clone()
-        mask[:, 0] = 0
-        return super().compute_loss(model, {**inputs, "attention_mask": mask}, *args, **kwargs)
-
-
-@pytest.mark.parametrize("trainer_class", [Shortened, ShortenedUnseen, Renewed], ids=lambda x: x.__name__)
-def test_batches_that_other_code_has_changed(both, trainer_class):
-    assert_trained_alike(both(trainer_class=trainer_class), **FULL)
+def test_batches_that_other_code_has_changed(both):
+    assert_trained_alike(both(trainer_class=ShortenedUnseen), **FULL)
 
 
 class PaddingIsEnd(TrainerCallback):

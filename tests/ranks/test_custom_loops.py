@@ -7,17 +7,11 @@ import torch
 from rank_cases import zero
 
 import fastdpo
-from tests.integrations.test_custom_loops import own_logps, rows
+from tests.integrations.test_custom_loops import own_logps
+from tests.integrations.test_custom_loops_on_ranks import batch
 from tests.support.comparison import assert_close, assert_same_gradients
 from tests.support.ref_logps import ranks
 from tests.support.trl.dpo import tiny_model
-
-
-def batch(rank: int) -> dict[str, torch.Tensor]:
-    made = rows()
-    made["input_ids"] = made["input_ids"] * (1 + 2 * rank) % 97
-    made["labels"] = torch.where(made["labels"] < 0, made["labels"], made["input_ids"])
-    return made
 
 
 def train(stage: int, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
@@ -33,7 +27,7 @@ def train(stage: int, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor],
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     fastdpo.prepare(engine)
     before = fastdpo.calls.copy()
-    sums = fastdpo.score(engine, **batch(rank)).sums()
+    sums = fastdpo.score(engine, **batch(rank, step=0)).sums()
     engine.backward(sums.mean())
     gradients = {name: safe_get_full_grad(x).clone() for name, x in engine.module.named_parameters()}
     return sums.detach(), gradients, [path for _, _, path in (fastdpo.calls - before).elements()]
@@ -44,7 +38,7 @@ def test_an_engine_is_scored(stage, tmp_path):
     expected = []
     for rank in range(2):
         model = tiny_model()
-        sums = own_logps(model, **batch(rank)).sum(1)
+        sums = own_logps(model, **batch(rank, step=0)).sum(1)
         sums.mean().backward()
         expected.append((sums.detach(), {name: x.grad for name, x in model.named_parameters()}))
     mean = {name: (x + expected[1][1][name]) / 2 for name, x in expected[0][1].items()}

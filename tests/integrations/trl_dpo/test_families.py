@@ -7,14 +7,12 @@ import functools
 
 import pytest
 import torch
-from trl.trainer import dpo_trainer
 
-import fastdpo
 from fastdpo.models import attention
 from fastdpo.models.examine import probe, runs
 from fastdpo.models.parts import text_config
 from tests.support import faults
-from tests.support.comparison import RELATIVE, assert_close, assert_trained_alike
+from tests.support.comparison import assert_trained_alike
 from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
 from tests.support.trl.dpo import (
@@ -197,39 +195,3 @@ def test_functional_dropout_is_detected():
     model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout, without a module
     attention.switch(model)
     assert probe.probe(model, CPU) == probe.ProbeResult(None, is_random=True)
-
-
-@pytest.fixture
-def fused_and_stock():
-    """Adds TRL's patched fused head to a model, then runs it fused and stock on one batch."""
-
-    def call(model, batch):
-        outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-        dpo_trainer.add_fused_lm_head(model, outputs=outputs)
-        before = fastdpo.calls.copy()
-        fused = model(**batch, fused_lm_head=True)
-        ran = {key[2] for key in fastdpo.calls - before}
-        return fused, vars(model)["_fastdpo_forward"].prior_forward(**batch, fused_lm_head=True), ran
-
-    with fastdpo.patched():
-        yield call
-
-
-@pytest.mark.parametrize("longest", [14, 16, 17, 22])
-@pytest.mark.parametrize("width", [16, 17, 24])
-@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
-def test_rotary_embeddings_follow_the_padded_width(fused_and_stock, name, width, longest):
-    """Rotary frequencies change above 16 tokens; rows and batch widths lie below and above that."""
-    if longest > width:
-        pytest.skip("rows cannot be longer than the batch is wide")
-    generator = torch.Generator().manual_seed(longest)
-    ids = torch.randint(3, 90, (4, width), generator=generator)
-    ids[2:, :5] = ids[:2, :5]
-    lengths = torch.tensor([longest, 9, 11, 7])
-    mask = (torch.arange(width) < lengths[:, None]).long()
-    labels = ids.masked_fill((mask == 0) | (torch.arange(width) < 4), -100)
-    model = tiny_family(name).eval()
-    fused, stock, ran = fused_and_stock(model, dict(input_ids=ids, attention_mask=mask, labels=labels))
-    assert ran == {"fused"}
-    assert_close(fused.log_probs, stock.log_probs, absolute=RELATIVE)
-    assert_close(fused.entropy, stock.entropy, absolute=RELATIVE)

@@ -95,23 +95,6 @@ def test_degenerate_pairs(both, name):
     assert_trained_alike(both(data=data, max_steps=2, train_sampling_strategy="sequential"), policy=2, reference=2)
 
 
-def ignored_row(batch):
-    batch["completion_mask"][1] = 0
-
-
-def ignored_pair(batch):
-    batch["completion_mask"][[0, 4]] = 0
-
-
-def gap_in_answer(batch):
-    """Tool output within an answer: in the context, but not scored."""
-    batch["completion_mask"][:, ::3] = 0
-
-
-def scored_prompt(batch):
-    batch["completion_mask"] = batch["attention_mask"].clone()
-
-
 def label_after_the_end(batch):
     """One label on a padding token, predicted by the last real position."""
     length = int(batch["attention_mask"][0].sum())
@@ -119,48 +102,22 @@ def label_after_the_end(batch):
         batch["completion_mask"][0, length] = 1
 
 
-def mask_as_float(batch):
-    batch["attention_mask"] = batch["attention_mask"].float()
+FUSED = {
+    "ignored row": lambda batch: batch["completion_mask"][1].zero_(),
+    "ignored pair": lambda batch: batch["completion_mask"][::4].zero_(),
+    "row of padding": lambda batch: [batch[name][2].fill_(fill) for name, fill in FILL.items()],
+    "gaps in answers": lambda batch: batch["completion_mask"][:, ::3].zero_(),  # such as the output of a tool
+    "scored prompt": lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()),
+    "label after the end": label_after_the_end,
+    "mask as bool": lambda batch: batch.update(attention_mask=batch["attention_mask"].bool()),
+    "mask as float": lambda batch: batch.update(attention_mask=batch["attention_mask"].float()),
+    "int32 ids": lambda batch: batch.update({name: batch[name].int() for name in FILL}),
+}
 
 
-def mask_as_bool(batch):
-    batch["attention_mask"] = batch["attention_mask"].bool()
-
-
-def int32_ids(batch):
-    for name in FILL:
-        batch[name] = batch[name].int()
-
-
-def row_of_padding(batch):
-    for name, fill in FILL.items():
-        batch[name][2] = fill
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ignored_row,
-        ignored_pair,
-        row_of_padding,
-        gap_in_answer,
-        scored_prompt,
-        label_after_the_end,
-        mask_as_bool,
-        mask_as_float,
-        int32_ids,
-    ],
-)
+@pytest.mark.parametrize("edit", FUSED)
 def test_unusual_batches_are_fused(both, edit):
-    assert_trained_alike(both(data_collator=Edited(pad_token_id=0, edit=edit)), policy=3, reference=3)
-
-
-def label_on_padding(batch):
-    batch["completion_mask"][:] = 1
-
-
-def hole(batch):
-    batch["attention_mask"][1, 1] = 0
+    assert_trained_alike(both(data_collator=Edited(pad_token_id=0, edit=FUSED[edit])), policy=3, reference=3)
 
 
 def causal_4d(batch):
@@ -169,17 +126,18 @@ def causal_4d(batch):
     batch["attention_mask"] = (mask[:, None, None] & torch.ones(length, length).tril().bool()).expand(-1, 1, -1, -1)
 
 
-OTHER_MASKS = {
-    label_on_padding: "padding position",
-    hole: "has holes",
-    causal_4d: "attention_mask must have one entry per token; got torch.bool of shape [8, 1, ",
+CONTRADICTING = {
+    "padding position": lambda batch: batch["completion_mask"].fill_(1),
+    "has holes": lambda batch: batch["attention_mask"][1, 1].zero_(),
+    "attention_mask must have one entry per token; got torch.bool of shape [8, 1, ": causal_4d,
 }
 
 
-@pytest.mark.parametrize("edit", OTHER_MASKS)
-def test_contradicting_masks_and_masks_of_pairs_of_tokens_fall_back_to_stock(both, caplog, edit):
-    assert_trained_alike(both(data_collator=Edited(pad_token_id=0, edit=edit), pad_to_multiple_of=32), POLICY_STOCK)
-    assert OTHER_MASKS[edit] in caplog.text
+@pytest.mark.parametrize("reason", CONTRADICTING)
+def test_contradicting_masks_fall_back_to_stock(both, caplog, reason):
+    collator = Edited(pad_token_id=0, edit=CONTRADICTING[reason])
+    assert_trained_alike(both(data_collator=collator, pad_to_multiple_of=32), POLICY_STOCK)
+    assert reason in caplog.text
 
 
 def outside(column: int):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from accelerate.utils import is_peft_model
 from peft import LoraConfig
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
@@ -132,20 +131,6 @@ def test_dropout_is_packed(tmp_path):
         assert_fused(run, policy=2, reference=2)
         tokens[disabled] = (calls.tokens - before)["trl.DPOTrainer", "computed"]
     assert tokens[False] == tokens[True]
-
-
-WRAPPERS = {"none": lambda model: model, "engine": torch.nn.DataParallel, "compiled": torch.compile}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("adapter", [False, True])
-def test_trl_recognizes_adapters_without_asking_accelerate(adapter, wrapper, monkeypatch):
-    model = WRAPPERS[wrapper](trained_adapter(tiny_model()) if adapter else tiny_model())
-    asked = []
-    monkeypatch.setattr(dpo_trainer, "is_peft_model", lambda x: asked.append(x) or is_peft_model(x))
-    with fastdpo.patched("trl.DPOTrainer"):
-        assert dpo_trainer.is_peft_model(model) is is_peft_model(model)
-    assert len(asked) == (wrapper != "none")
 
 
 def visits(monkeypatch, name):

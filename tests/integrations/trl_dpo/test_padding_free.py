@@ -45,10 +45,3 @@ def test_a_model_that_stays_padded_logs_a_warning(tmp_path, caplog):
         trainer = build(tmp_path, tiny_family("bloom"))
     assert (trainer.args.padding_free, trainer.padding_free) == (True, False)
     assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
-
-
-def test_the_flag_survives_an_error(tmp_path):
-    args = config(tmp_path, padding_free=True)
-    with fastdpo.patched(), pytest.raises(ValueError, match="train_dataset"):
-        DPOTrainer(model=tiny_model(), args=args)
-    assert args.padding_free

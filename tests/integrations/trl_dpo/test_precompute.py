@@ -108,6 +108,20 @@ def test_values_of_other_options_are_not_reused(data, tmp_path):
         assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
 
 
+def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
+    compute, widths = DPOTrainer.compute_ref_log_probs, []
+
+    def watched(self, model, inputs):
+        widths.append(inputs["input_ids"].shape[1])
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", watched)
+    with fastdpo.patched():
+        trainer_on(data, tmp_path, precompute_ref_batch_size=2)
+    assert len(widths) == 8
+    assert widths == sorted(widths, reverse=True)
+
+
 def test_datasets_in_memory_are_cached(tmp_path, cache_of_datasets):
     rows = Dataset.from_list(pairs(16))
     stock, _ = trainer_on(rows, tmp_path)

@@ -4,7 +4,7 @@ from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint, rows
 from openrlhf_runs import train as train_models
 
 import fastdpo
-from tests.contract.harness import UNUSED, Harness, Newer, in_each_layout, repeated
+from tests.contract.harness import Harness, Newer, bypassed, in_each_layout, repeated
 from tests.support import faults
 from tests.support.comparison import double
 
@@ -112,12 +112,7 @@ HARNESSES = [
                 "",
             )
         },
-        bypassing={
-            "own forward": (
-                dict(trainer_class=OwnForward),
-                f"{UNUSED}; OwnForward overrides concatenated_forward",
-            ),
-        },
+        bypassing=bypassed(OwnForward, "concatenated_forward"),
         sabotages={
             f"a missing token, {name}": (faults.without_a_result, dict(loss=loss))
             for name, loss in {"sigmoid": {}, "ipo": dict(ipo_enable=True)}.items()

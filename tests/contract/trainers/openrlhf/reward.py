@@ -3,7 +3,7 @@
 from openrlhf_runs import RecordedRewards, Strategy, assert_same, checkpoint, train_rewards
 
 import fastdpo
-from tests.contract.harness import UNUSED, Harness, in_each_layout, repeated
+from tests.contract.harness import Harness, bypassed, in_each_layout, repeated
 from tests.support.comparison import double
 
 ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -55,12 +55,7 @@ HARNESSES = [
             **IN_LAYOUTS,
             "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
         },
-        bypassing={
-            "own forward": (
-                dict(trainer_class=OwnForward),
-                f"{UNUSED}; OwnForward overrides concatenated_forward",
-            )
-        },
+        bypassing=bypassed(OwnForward, "concatenated_forward"),
         verified={layout: (dict(evaluate=6, **packing), 1) for layout, packing in PACKING.items()},
         scores="rewards",
     )

@@ -2,7 +2,7 @@
 
 import functools
 
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.trl.a2po import A2PO, reward
 from tests.support.trl.dpo import train_both, trained_adapter
@@ -56,19 +56,8 @@ HARNESSES = [
             build=lambda kind, seed, **config: writer(seed, kind, **config),
         ),
         options=OPTIONS,
-        fallbacks={
-            "attention dropout": (
-                dict(tiny=dict(attention_dropout=0.1)),
-                {("policy", "stock"): 3, ("reference", "fused"): 3},
-                "attention dropout is active",
-            ),
-        },
-        bypassing={
-            "own scores": (
-                dict(trainer_class=OwnScores),
-                f"{UNUSED}; OwnScores overrides _get_sequence_logps",
-            )
-        },
+        fallbacks=with_dropout({("policy", "stock"): 3, ("reference", "fused"): 3}),
+        bypassing=bypassed(OwnScores, "_get_sequence_logps"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.late_positions)
         | sabotaged_by(faults.without_a_result, max_steps=3, beta2=1.0),
         verified={"as it is": (dict(max_steps=2), 2)},

@@ -18,7 +18,7 @@ from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
 from trl.trainer import dpo_trainer
 
 from fastdpo.models.parts import language_model
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models import multimodal
 from tests.support.models.altered_heads import ALTERED, forward_of_the_model
@@ -202,7 +202,7 @@ def fallbacks(**reference: int) -> dict[tuple[str, str], int]:
 BEGINS_WITH_W2 = [dict(prompt="w1 w2 ", chosen=f"w{i} w7", rejected=f"w{i + 1} w8 w9") for i in range(10, 26)]
 NOISE = dict(neftune_noise_alpha=5.0, evaluate=4)
 FALLBACKS = {
-    "attention dropout": (dict(tiny=dict(attention_dropout=0.1)), fallbacks(stock=3), "attention dropout is active"),
+    **with_dropout(fallbacks(stock=3)),
     "dropout of gpt2": (  # TRL keeps the reference in training mode
         dict(kind="gpt2", tiny=FUSED["gpt2"][1], disable_dropout=False),
         fallbacks(stock=3),
@@ -280,7 +280,7 @@ HARNESSES = [
             for name, (reason, options) in UNSUPPORTED.items()
             if name not in FAILS_IN_STOCK
         },
-        bypassing={"own loss": (dict(trainer_class=OwnLoss), f"{UNUSED}; OwnLoss overrides _compute_loss")},
+        bypassing=bypassed(OwnLoss, "_compute_loss"),
         strict=(dict(neftune_noise_alpha=5.0), "NEFTune"),
         sabotages=sabotaged_by(
             faults.late_positions, faults.no_prefix, faults.leak, faults.wrong_target, faults.wrong_scale

@@ -7,7 +7,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from fastdpo import packing
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.trl.dpo import LORA, trained_adapter
 from tests.support.trl.groups import (
@@ -176,12 +176,12 @@ def harness(trainer_class: type, **attributes) -> Harness:
         one_step=dict(max_steps=1, beta=0.1),
         assert_same=assert_same_groups,
         assert_same_bits=assert_same_groups,
-        bypassing={
-            "a subclass with log-probabilities of its own": (
-                dict(trainer_class=type("Own", (OwnScores, trainer_class), {}), beta=0.0),
-                f"{UNUSED}; Recorded overrides _compute_loss and _get_per_token_logps_and_entropies",
-            )
-        },
+        bypassing=bypassed(
+            type("Own", (OwnScores, trainer_class), {}),
+            *("_compute_loss", "_get_per_token_logps_and_entropies"),
+            name="Recorded",
+            beta=0.0,
+        ),
         strict=(dict(peft_config=TUNING, beta=0.0), "without input_ids"),
         sabotages=sabotaged_by(
             *(faults.results_a_token_late, faults.no_prefix, faults.another_prompt, _positions_start_at_1),
@@ -196,13 +196,7 @@ def harness(trainer_class: type, **attributes) -> Harness:
     )
 
 
-DROPOUT = {
-    "attention dropout": (
-        dict(tiny=dict(attention_dropout=0.1), **CLIPPED),
-        FALLEN_BACK,
-        "attention dropout is active",
-    )
-}
+DROPOUT = with_dropout(FALLEN_BACK, **CLIPPED)
 HARNESSES = [
     harness(
         GRPOTrainer,

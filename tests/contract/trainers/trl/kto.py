@@ -6,7 +6,7 @@ from trl.experimental.kto import KTOTrainer as Experimental
 
 from fastdpo.integrations.scored_rows import merged
 from fastdpo.integrations.trl import kto
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import adapter, mean_logit, trained_adapter
@@ -114,21 +114,12 @@ HARNESSES = [
             for name in ("gemma2", "gpt2", "mistral", "mixtral", "phi")
         },
         fallbacks={
-            "attention dropout": (
-                dict(**DROPOUT, prepare=loaded),
-                REFERENCE_FUSED,
-                "attention dropout is active [attention-dropout]",
-            ),
+            **with_dropout(REFERENCE_FUSED, disable_dropout=False, prepare=loaded),
             "prompt tuning": (TUNING, REFERENCE_FUSED, "the model was called without input_ids"),
             "a reference with dropout": (dict(**DROPOUT, **adapter()), ALL_STOCK, "attention dropout is active"),
             "an unsupported model": (dict(prepare=with_alibi), ALL_STOCK, "ALiBi"),
         },
-        bypassing={
-            "an override that calls nothing": (
-                dict(trainer_class=OwnLoss),
-                f"{UNUSED}; OwnLoss overrides _compute_loss",
-            )
-        },
+        bypassing=bypassed(OwnLoss, "_compute_loss"),
         strict=(dict(peft_config=TUNING["peft_config"]), "without input_ids"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix, _reference_of_other_rows),
         verified={"as it is": (dict(max_steps=2), 3)},

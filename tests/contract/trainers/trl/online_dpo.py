@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 from fastdpo.integrations.trl import online_dpo
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.altered_heads import ALTERED
 from tests.support.trl.dpo import LORA, trained_adapter
@@ -108,11 +108,7 @@ HARNESSES = [
                 ALL_STOCK,
                 "truncation has left nothing of a prompt",
             ),
-            "attention dropout": (
-                dict(tiny=dict(attention_dropout=0.1), disable_dropout=False),
-                {("policy", "stock"): 3, ("reference", "fused"): 3},
-                "attention dropout is active",
-            ),
+            **with_dropout({("policy", "stock"): 3, ("reference", "fused"): 3}, disable_dropout=False),
             "logits that differ from the head's output": (
                 dict(prepare=loud),
                 ALL_STOCK,
@@ -120,12 +116,7 @@ HARNESSES = [
             ),
             **{alter.__name__: (dict(prepare=alter), ALL_STOCK, reason) for alter, reason in ALTERED.items()},
         },
-        bypassing={
-            "own forward": (
-                dict(trainer_class=masked(OwnForward)),
-                f"{UNUSED}; Recorded overrides _forward and training_step",
-            )
-        },
+        bypassing=bypassed(masked(OwnForward), "_forward", "training_step", name="Recorded"),
         strict=(dict(data=prompts(0, 5, 3, 0)), "padding position"),
         sabotages=sabotaged_by(faults.labels_a_token_late, _padding_is_scored, _prompts_a_token_short, faults.no_prefix)
         | {f"a missing token, {loss}": (faults.without_a_result, dict(loss_type=loss)) for loss in ("sigmoid", "ipo")},

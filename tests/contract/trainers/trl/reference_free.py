@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.comparison import double
 from tests.support.models.families import FUSED
@@ -119,19 +119,8 @@ def harness(recipe: Recipe, **attributes) -> Harness:
         both=functools.partial(three_runs, recipe),
         assert_same=assert_all_same,
         assert_same_bits=assert_all_same_bits,
-        fallbacks={
-            "attention dropout": (
-                dict(tiny=dict(attention_dropout=0.1), disable_dropout=False),
-                {("policy", "stock"): 3},
-                "attention dropout is active",
-            )
-        },
-        bypassing={
-            "own loss": (
-                dict(trainer_class=Own),
-                f"{UNUSED}; Own overrides get_batch_loss_metrics",
-            )
-        },
+        fallbacks=with_dropout({("policy", "stock"): 3}, disable_dropout=False),
+        bypassing=bypassed(Own, "get_batch_loss_metrics"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix),
         verified={"as it is": (dict(max_steps=2), 1)},
         ranks=(dict(evaluate=4), dict(policy=3, eval=1)),

@@ -2,7 +2,7 @@
 
 from trl import RewardTrainer
 
-from tests.contract.harness import Harness, sabotaged_by
+from tests.contract.harness import Harness, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.families import FUSED, STOCK, kind
 from tests.support.trl.dpo import pairs
@@ -84,11 +84,7 @@ HARNESS = Harness(
     thorough=frozenset(),
     families=families(*CLASSIFIERS),
     fallbacks={
-        "attention dropout": (
-            dict(tiny=dict(attention_dropout=0.1), disable_dropout=False),
-            STOCK_CALLS,
-            "attention dropout is active",
-        ),
+        **with_dropout(STOCK_CALLS, disable_dropout=False),
         "other scores": (dict(prepare=doubled), STOCK_CALLS, "Doubled computes other scores than its layer `score`"),
         **{
             name: (dict(kind=kind(name), tiny=STOCK[name][1], max_steps=2), {("policy", "stock"): 2}, STOCK[name][0])

@@ -3,7 +3,7 @@
 import torch
 from trl import SFTTrainer
 
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import adapter, mean_logit
@@ -92,19 +92,10 @@ HARNESSES = [
             name: dict(kind=kind(name), tiny=FUSED[name][1] | (WITHOUT_DROPOUT if name == "gpt2" else {}))
             for name in ("gemma2", "gpt2", "mixtral")
         },
-        fallbacks={
-            "attention dropout": (
-                dict(tiny=dict(attention_dropout=0.1)),
-                {("policy", "stock"): 3},
-                "attention dropout is active",
-            )
-        },
+        fallbacks=with_dropout({("policy", "stock"): 3}),
         bypassing={
             **{name: (dict(max_steps=2, **options), reason) for name, (options, reason) in DISABLED.items()},
-            "own loss": (
-                dict(trainer_class=Own),
-                f"{UNUSED}; Own overrides compute_loss",
-            ),
+            **bypassed(Own, "compute_loss"),
         },
         strict=(dict(padding_free=True, max_length=None), "TRL packs its batches itself"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.late_positions),

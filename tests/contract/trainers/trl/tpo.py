@@ -2,7 +2,7 @@
 
 import functools
 
-from tests.contract.harness import UNUSED, Harness, sabotaged_by
+from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.families import FUSED
 from tests.support.trl.dpo import adapter, mean_logit, train_both, trained_adapter
@@ -60,18 +60,9 @@ HARNESSES = [
                 {("policy", "fused"): 3, ("eval", "stock"): 2},
                 "the caller of compute_loss wants the model's output",
             ),
-            "attention dropout": (
-                dict(tiny=dict(attention_dropout=0.1), disable_dropout=False),
-                {("policy", "stock"): 3},
-                "attention dropout is active",
-            ),
+            **with_dropout({("policy", "stock"): 3}, disable_dropout=False),
         },
-        bypassing={
-            "own loss": (
-                dict(trainer_class=OwnLoss),
-                f"{UNUSED}; OwnLoss overrides _compute_loss",
-            )
-        },
+        bypassing=bypassed(OwnLoss, "_compute_loss"),
         strict=(dict(evaluate=6, compute_metrics=mean_logit), "wants the model's output"),
         sabotages=sabotaged_by(faults.labels_a_token_late, faults.no_prefix, faults.late_positions, faults.wrong_scale),
         verified={"as it is": (dict(max_steps=2), 1)},
