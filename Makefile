@@ -278,9 +278,9 @@ GPU_STEPS = $(GPU_PYTHON) -m benchmarks.run --suite step --resume --rounds 3 --j
 gpu-day-1 gpu-day-2: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu-day-1 gpu-day-2: export GPU_CASES := 1
 gpu-day-1:
-	-$(WITHIN) 100 $(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) $(GPU_TESTS)
-	-$(WITHIN) 240 $(GPU_STEPS) --cases "^0.5B, full/" --seconds 180
-	-$(WITHIN) 200 $(GPU_PYTHON) -m benchmarks.trainings --steps 20 --json $(GPU_OUT)/trainings.json $(filter --quick,$(ARGS))
+	-$(WITHIN) 90 $(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) $(GPU_TESTS)
+	-$(WITHIN) 300 $(GPU_STEPS) --cases "^0.5B, full/" --seconds 240
+	-$(WITHIN) 200 $(GPU_PYTHON) -m benchmarks.trainings --steps 15 --json $(GPU_OUT)/trainings.json $(filter --quick,$(ARGS))
 
 gpu-day-2:
 	-$(WITHIN) 230 $(GPU_STEPS) --cases "^8B, LoRA, checkpointing" --seconds 150
