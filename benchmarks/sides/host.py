@@ -172,9 +172,8 @@ def replace_launches() -> list[str]:
 def replace_graphs(launches: list[str], models: list[nn.Module]) -> None:
     """Takes the CPU for a device with graphs from now on, whose replays are listed, and do nothing else."""
 
-    def record(run: Callable[[], object], memory: captures.Memory) -> Callable[[], None]:
-        run()
-        return lambda: launches.append("graph")
+    def record(run: Callable[[], Any], memory: captures.Memory) -> tuple[Callable[[], None], Any]:
+        return lambda: launches.append("graph"), run()
 
     graphs.DEVICE, recording.record = "cpu", record
     recording.Recording.distance_of = lambda *_: 0.0

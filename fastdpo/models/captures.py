@@ -6,10 +6,12 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+
+T = TypeVar("T")
 
 
 class Memory:
@@ -52,13 +54,15 @@ def has_room(device: torch.device) -> bool:
     return free + unused - allocated - 2 * taken > total / 20
 
 
-def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
-    """Records what a function launches, without running it, and returns a function that replays it."""
+def record(run: Callable[[], T], memory: Memory) -> tuple[Callable[[], None], T]:
+    """Records what a function launches, without running it. Returns a function that replays it, and what the function
+    has returned.
+    """
     with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.current_stream(memory.device)):
         return _record(run, memory)  # where a capture cannot be ended, its stream stays the current one
 
 
-def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
+def _record(run: Callable[[], T], memory: Memory) -> tuple[Callable[[], None], T]:
     if not memory.graphs:
         memory.pool = torch.cuda.graph_pool_handle()
     device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
@@ -67,7 +71,7 @@ def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     gc.disable()  # what it frees may be a graph, or an event
     try:
         with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
-            run()
+            result = run()
     except Exception:
         generator.graphsafe_set_state(random_state)
         with suppress(RuntimeError):  # raised if the capture was ended, which gives the memory back
@@ -79,4 +83,4 @@ def _record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
         if collects:
             gc.enable()
     memory.graphs.add(graph)
-    return graph.replay
+    return graph.replay, result

@@ -205,7 +205,7 @@ class Graphs:
                 recording = Recording(backbone, padded(first, size), room, trained, basis.state(trained))
                 if not recording.fill(inputs):
                     return None
-                distance = recording.distance_of(run_layers(backbone, inputs))
+                distance = recording.distance_of(inputs)
                 if distance <= BOUND:
                     trial = _trial(recording, inputs)
                     is_kept = make(trial)
@@ -249,11 +249,12 @@ def _trial(recording: Recording, inputs: Inputs) -> Trial:
 
     def by_replay() -> None:
         recording.fill(inputs)
-        recording.run_forward(None)
+        states = recording.states(inputs, index)
         if recording.used:
-            recording.run_backward()
+            torch.autograd.grad(states, recording.used, states.detach())
 
     device = inputs["input_ids"].device
+    index = torch.arange(inputs["input_ids"].shape[1], device=device)
     times = [(pace.seconds(by_layers, device), pace.seconds(by_replay, device)) for _ in range(2)]
     return Trial(inputs["input_ids"].shape[1], *map(min, zip(*times, strict=True)))
 

@@ -1,6 +1,7 @@
 """A recording: the passes of a backbone over packed batches of up to one number of tokens, as CUDA graphs.
 
-Forward and backward are two graphs behind one node of autograd. Before a replay, the host writes ids, positions and
+Forward and backward are two graphs behind one node of autograd. Under DDP, the backward is several (`segments`), each
+behind a node of its own. Before a replay, the host writes ids, positions and
 rows of a batch into the tensors of the recording, whose last tokens are padding.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from .captures import memory_of, record
 from .recordable import CHECKPOINTING
+from .segments import Cut, first_layers, segmented
 
 TOKENS = "input_ids", "position_ids"
 """The arguments of the backbone that hold a value for each token."""
@@ -58,6 +61,22 @@ def aliases_of(backbone: nn.Module, trained: list[Tensor]) -> Iterator[list[Tens
             parameters[name] = x
 
 
+class Segment(NamedTuple):
+    """Layers whose backward is one graph.
+
+    Attributes:
+        used: the parameters that get gradients.
+        upstream: [1, T, D], the gradient of the states at its end, which the backward reads.
+        run: replays the backward.
+        gradients: which it writes: of the states at its start, unless it is the first segment, and of the parameters.
+    """
+
+    used: list[Tensor]
+    upstream: Tensor
+    run: Callable[[], None]
+    gradients: tuple[Tensor, ...]
+
+
 class Recording:
     """The passes of a backbone over batches of up to one number of tokens, T.
 
@@ -70,11 +89,10 @@ class Recording:
 
     Attributes:
         backbone, state: as given.
-        used: the trained parameters that get gradients.
         memory: for what the passes compute.
         hidden: [1, T, D], the states of the tokens of the latest replay.
-        upstream: [1, T, D], their gradient, which the backward reads.
-        gradients: of the used parameters, which the backward writes.
+        segments: of the backward, in the order of the forward. There is one, or several under DDP.
+        used: the trained parameters that get gradients.
 
     Raises:
         Unsupported: attention runs without a backend.
@@ -85,22 +103,26 @@ class Recording:
         self.memory = memory_of(inputs["input_ids"].device, bool(trained))
         self._inputs, self._rows = inputs, rows_in(inputs)
         self._rows.room = room
-        run = functools.partial(run_layers, backbone, self._inputs)
-        self.used, self.upstream = _used(run, trained)
+        forward = functools.partial(run_layers, backbone, self._inputs)
+        run, places = segmented(forward, first_layers(backbone), trained)
         if any(x.route.backend is None for x in self._rows.prepared.values()):
             raise Unsupported(Reason("graphs-attention"))
-        with aliases_of(backbone, self.used) as used:
-            self._record(run, used)
+        self.segments: list[Segment] = []
+        self._record(run, places, trained)
+        used = {id(x) for segment in self.segments for x in segment.used}
+        self.used = [x for x in trained if id(x) in used]
 
-    def _record(self, forward: Callable[[], Tensor], used: list[Tensor]) -> None:
-        recorded: list[Tensor] = []
-        self._forward = record(lambda: recorded.append(forward()), self.memory)
-        hidden = recorded.pop()
-        if used:
-            self._backward = record(
-                lambda: recorded.extend(torch.autograd.grad(hidden, used, self.upstream)), self.memory
-            )
-        self.hidden, self.gradients = hidden.detach(), recorded  # a node of autograd would keep the activations
+    def _record(self, run: Callable[[], Cut], places: list[list[int]], trained: list[Tensor]) -> None:
+        with aliases_of(self.backbone, trained) as aliases:
+            self._forward, (ends, starts) = record(run, self.memory)
+            self.hidden = ends[-1].detach()  # a node of autograd would keep the activations
+            leaves, upstream = [*starts, *aliases], torch.zeros_like(self.hidden)
+            for own in filter(None, reversed(places)):
+                backward = functools.partial(torch.autograd.grad, ends.pop(), [leaves[i] for i in own], upstream)
+                replay, gradients = record(backward, self.memory)
+                used = [trained[i - len(starts)] for i in own if i >= len(starts)]
+                self.segments.insert(0, Segment(used, upstream, replay, gradients))
+                upstream = gradients[0]
 
     def fill(self, inputs: Inputs) -> bool:
         """Takes another batch. Returns False, and changes nothing, if its layouts do not fit."""
@@ -117,9 +139,12 @@ class Recording:
             inputs: of the batch.
             index: int64 [N], the tokens.
         """
-        if not self.used:
+        if not self.segments:
             return self.run_forward(None).index_select(0, index)
-        return cast(Tensor, _Replay.apply(self, inputs, index, *self.used))
+        replay, start = Replay(self, inputs), None
+        for place, segment in enumerate(self.segments[:-1]):
+            start = _StatesBetween.apply(replay, place, start, *segment.used)
+        return cast(Tensor, _States.apply(replay, index, start, *self.used))
 
     def run_forward(self, owner: object) -> Tensor:
         """[T, D], the states of the batch. Activations stay those of this replay for as long as it is the owner."""
@@ -127,24 +152,17 @@ class Recording:
         self._forward()
         return self.hidden[0]
 
-    def run_backward(self) -> list[Tensor]:
-        """New tensors with the gradients of the used parameters."""
-        self._backward()
-        self.memory.owner = None  # the backward has written where activations were
-        return [*torch._foreach_mul(self.gradients, 1.0)]  # pyright: ignore[reportPrivateImportUsage]
-
-    def distance_of(self, hidden: Tensor) -> float:
-        """The largest relative distance of a replay from the states of the layers [1, n, D] for the same batch, over
-        tokens, and from the gradients of all parameters, if there is a backward.
+    def distance_of(self, inputs: Inputs) -> float:
+        """The largest relative distance of a replay from the layers for a batch that it has taken: of the states of
+        each token, and, if there is a backward, of the gradients of all parameters.
         """
+        hidden = run_layers(self.backbone, inputs)[0]  # [n, D]
+        states = self.states(inputs, torch.arange(len(hidden), device=hidden.device))
         with torch.no_grad():
-            states = self.run_forward(None)[: hidden.shape[1]]
-            apart, whole = _norms(states - hidden[0]), _norms(hidden[0])  # [n]
+            apart, whole = _norms(states - hidden), _norms(hidden)  # [n]
             if self.used:
                 upstream = hidden.roll(1, -1)  # the gradient of lengths would vanish behind a norm
-                self.upstream.zero_()[:, : hidden.shape[1]].copy_(upstream)
-                expected = torch.autograd.grad(hidden, self.used, upstream)
-                pairs = zip(self.run_backward(), expected, strict=True)
+                pairs = zip(*(torch.autograd.grad(x, self.used, upstream) for x in (states, hidden)), strict=True)
                 norms = [(_norms((x - y).flatten()), _norms(y.flatten())) for x, y in pairs]
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
                 apart, whole = (torch.cat([x, y[None]]) for x, y in zip((apart, whole), of_gradients, strict=True))
@@ -155,38 +173,85 @@ def _norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _used(run: Callable[[], Tensor], trained: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The parameters that get gradients from the states that a function returns, and zeros of the shape of these."""
-    hidden = run()
-    upstream = torch.zeros_like(hidden)
-    gradients = torch.autograd.grad(hidden, trained, upstream, allow_unused=True) if trained else ()
-    return [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None], upstream
+@dataclass(eq=False)
+class Replay:
+    """One batch that a recording replays: its forward, and then the backward of each segment, the last one first.
+
+    Attributes:
+        recording, inputs: as given.
+        mark: owns the memory. This object would keep the model alive after a forward without a backward.
+    """
+
+    recording: Recording
+    inputs: Inputs
+    mark: object = field(default_factory=object)
+
+    def forward(self) -> Tensor:
+        """[T, D], the states of the batch."""
+        return self.recording.run_forward((self.mark, len(self.recording.segments) - 1))
+
+    def backward(self, place: int, write: Callable[[Tensor], object]) -> list[Tensor | None]:
+        """New tensors with the gradients that a segment computes: of the states at its start, which is None for the
+        first segment, and of its parameters.
+
+        Args:
+            place: of the segment.
+            write: writes the gradient of the states at its end into a tensor [1, T, D].
+        """
+        recording, segment = self.recording, self.recording.segments[place]
+        if recording.memory.owner != (self.mark, place):  # another replay, or an earlier backward
+            recording.fill(self.inputs)
+            self.forward()
+        write(segment.upstream)
+        segment.run()
+        recording.memory.owner = (self.mark, place - 1) if place else None  # there is nothing left of this segment
+        start, own = segment.gradients[0].clone() if place else None, segment.gradients[bool(place) :]
+        return [start, *(torch._foreach_mul(own, 1.0) if own else ())]  # pyright: ignore[reportPrivateImportUsage]
 
 
-class _Replay(torch.autograd.Function):
-    """The backbone, replayed: the states [N, D] of some tokens, as a function of the parameters."""
+class _StatesBetween(torch.autograd.Function):
+    """The states between two segments, as a function of those at the start of the first one and of its parameters.
+    Nothing reads their values.
+    """
 
     @staticmethod
-    def forward(ctx, recording, inputs, index, *used):
-        device = recording.hidden.device.type
-        ctx.recording, ctx.inputs = recording, inputs
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.save_for_backward(index, *used)  # whose versions are compared before the backward
-        ctx.mark = object()  # the memory would keep `ctx`, and so the model, of a forward without a backward
-        return recording.run_forward(ctx.mark).index_select(0, index)
+    def forward(ctx, replay, place, start, *used):
+        ctx.replay, ctx.place = replay, place
+        ctx.set_materialize_grads(False)
+        return replay.recording.segments[place].upstream.detach()  # of their shape
 
     @staticmethod
     def backward(ctx, grad):
-        recording, (index, *used) = ctx.recording, ctx.saved_tensors
+        if grad is None:  # differentiated again, by `_States`
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *ctx.replay.backward(ctx.place, lambda upstream: upstream.copy_(grad))
+
+
+class _States(torch.autograd.Function):
+    """The backbone, replayed: the states [N, D] of some tokens, as a function of those where the last segment begins
+    and of all parameters.
+    """
+
+    @staticmethod
+    def forward(ctx, replay, index, start, *used):
+        states = replay.forward()
+        device = states.device.type
+        ctx.replay = replay
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.save_for_backward(index, *used)  # whose versions are compared before the backward
+        return states.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        recording, (index, *used) = ctx.replay.recording, ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
             with torch.autocast(*ctx.autocast):
-                hidden = run_layers(recording.backbone, ctx.inputs)[0].index_select(0, index)
+                hidden = run_layers(recording.backbone, ctx.replay.inputs)[0].index_select(0, index)
             return None, None, None, *torch.autograd.grad(hidden, used, grad, create_graph=True)
-        if recording.memory.owner is not ctx.mark:  # another replay, or an earlier backward
-            recording.fill(ctx.inputs)
-            recording.run_forward(ctx.mark)
-        recording.upstream.zero_()[0].index_add_(0, index, grad)
-        return None, None, None, *recording.run_backward()
+        place = len(recording.segments) - 1
+        start, *own = ctx.replay.backward(place, lambda upstream: upstream.zero_()[0].index_add_(0, index, grad))
+        gradients = dict(zip(map(id, recording.segments[place].used), own, strict=True))
+        return None, None, start, *(gradients.get(id(x)) for x in recording.used)
 
 
 def run_layers(backbone: nn.Module, inputs: Inputs) -> Tensor:

@@ -187,13 +187,13 @@ def llama(**config):
     return tiny(AutoModelForCausalLM, "llama", WORDS, **config)
 
 
-def with_adapters(**options):
+def with_adapters(model=None, **options):
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False, **options)
-    return get_peft_model(llama(), config)
+    return get_peft_model(model or llama(), config)
 
 
-def checkpointed(use_reentrant):
-    model = llama()
+def checkpointed(use_reentrant, model=None):
+    model = model or llama()
     model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
     return model
 

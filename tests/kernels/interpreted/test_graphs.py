@@ -48,7 +48,7 @@ def test_a_recording_replays_other_batches(monkeypatch):
         hidden = recording.run_layers(backbone, recording.padded(given, 48))
         assert recorded.fill(given)
         n = given["input_ids"].shape[1]
-        assert torch.equal(recorded.run_forward(None)[:n], hidden[0, :n])
-        recorded.upstream.zero_()[:, :n].copy_(hidden.detach().roll(1, -1)[:, :n])
-        expected = torch.autograd.grad(hidden, trained, recorded.upstream)
-        assert all(map(torch.equal, recorded.run_backward(), expected))
+        states, expected = recorded.states(given, torch.arange(n)), hidden[0, :n]
+        assert torch.equal(states, expected)
+        found = (torch.autograd.grad(x, trained, hidden[0, :n].detach().roll(1, -1)) for x in (states, expected))
+        assert all(map(torch.equal, *found))

@@ -6,6 +6,7 @@ replay has overwritten are so found as wrong results. Like a capture, a recordin
 """
 
 import functools
+import math
 import weakref
 from collections import deque
 from typing import NamedTuple
@@ -32,11 +33,12 @@ class Recording(TorchDispatchMode):
         steps: functions that run one again.
         computed: the tensors whose memory they have allocated.
         read: the recordings that have computed what these read.
+        last: by the places of computed tensors, the number of the last recording that reads one.
     """
 
-    def __init__(self, earlier):
+    def __init__(self, number, earlier):
         super().__init__()
-        self.earlier = earlier
+        self.number, self.earlier, self.last = number, earlier, {}
         self.steps, self.computed, self.read = [], [], weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -75,12 +77,15 @@ class Recording(TorchDispatchMode):
     def note_reads(self, tensors):
         storages = {x.untyped_storage().data_ptr() for x in tensors}
         for other in self.earlier:
-            if any(x.untyped_storage().data_ptr() in storages for x in other.computed):
+            places = [i for i, x in enumerate(other.computed) if x.untyped_storage().data_ptr() in storages]
+            other.last.update(dict.fromkeys(places, self.number))
+            if places:
                 self.read.add(other)
 
-    def poison(self):
-        for x in self.computed:
-            if x.is_floating_point():
+    def poison(self, after=math.inf):
+        """Makes what no recording after one of this number reads NaN."""
+        for i, x in enumerate(self.computed):
+            if x.is_floating_point() and self.last.get(i, 0) <= after:
                 x.fill_(torch.nan)
 
 
@@ -99,12 +104,13 @@ class Recorder:
 
     def record(self, run, memory):
         memory.pool = memory.pool or object()
-        recording = Recording([x for x in self.recordings if x.memory is memory])
+        self.made += 1
+        recording = Recording(self.made, [x for x in self.recordings if x.memory is memory])
         recording.memory = memory
-        self.active, self.made = recording, self.made + 1
+        self.active = recording
         try:
             with mock.patch.object(compiled, "compiled_run", return_value=_as_it_is), recording:
-                run()
+                result = run()
                 if self.made == self.fails_at:
                     raise torch.OutOfMemoryError("planted")
         finally:
@@ -121,9 +127,9 @@ class Recorder:
             for step in recording.steps:
                 step()
             for other in recording.read:
-                other.poison()
+                other.poison(recording.number)
 
-        return replay
+        return replay, result
 
 
 def _as_it_is(layer, args, kwargs):
