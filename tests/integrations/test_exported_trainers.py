@@ -4,11 +4,12 @@ import importlib
 import sys
 
 import pytest
-from trl import SFTTrainer
 
 import fastdpo
 from tests.contract.harness import harnesses
-from tests.support.trl.exported import CLAIMS, LOGITS, UNTOUCHED, exported, line_of
+from tests.support.comparison import assert_fused, double
+from tests.support.trl.dpo import assert_same, assert_same_bits, record
+from tests.support.trl.exported import CLAIMS, UNTOUCHED, exported, line_of
 
 EXPORTED = dict(exported())
 
@@ -20,14 +21,26 @@ def test_each_trainer_has_a_description_or_a_claim():
     assert CLAIMS.keys() <= EXPORTED.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim == LOGITS])
-def test_a_trainer_whose_loss_reads_logits_has_a_loss_of_its_own(name):
-    """Subclasses of the SFTTrainer, of which the contract trains one: its calls are those of stock."""
-    assert issubclass(EXPORTED[name], SFTTrainer)
-    assert "compute_loss" in vars(EXPORTED[name])
+@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.build])
+def test_a_training(name, tmp_path):
+    claim = CLAIMS[name]
+
+    def run(side, cast=lambda model: model):
+        def make(callbacks):
+            return claim.build(tmp_path / side, callbacks, cast)
+
+        return record(make)
+
+    stock = run("stock")
+    stock.in_float64 = lambda: run("float64", double)
+    with fastdpo.patched("trl"):
+        patched = run("patched")
+    assert any(x.abs().max() > 0 for x in stock.gradients[-1].values())
+    assert_fused(patched, **claim.calls)
+    (assert_same if claim.calls else assert_same_bits)(stock, patched)
 
 
-@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.startswith(UNTOUCHED)])
+@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.what == UNTOUCHED])
 def test_an_untouched_trainer_keeps_all_that_it_is_made_of(name):
     """Its classes and their modules, also of those that need a server to train."""
     classes = EXPORTED[name].__mro__[:-1]

@@ -165,7 +165,8 @@ def exported_rows() -> list[list[str]]:
     for name, trainer_class in exported.exported():
         line = exported.line_of(trainer_class)
         claim = exported.CLAIMS.get(name)
-        rows.append([f"`{name}`", f"patched{'' if line.by_default else ', by name'}" if line else claim or "unknown"])
+        what = f"patched{'' if line.by_default else ', by name'}" if line else claim.what if claim else "unknown"
+        rows.append([f"`{name}`", what + (", needs a server" if claim and claim.build is None else "")])
     return rows
 
 

@@ -1,16 +1,32 @@
-"""Every trainer that TRL exports, and what `fastdpo.patch()` does to it."""
+"""Every trainer that TRL exports, what `fastdpo.patch()` does to it, and tiny trainings of those without a line."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import trl
 import trl.experimental
-from transformers import Trainer
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer
+from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
+from trl.experimental.gmpo import GMPOTrainer
+from trl.experimental.kto import KTOTrainer
 
 from fastdpo.integrations.lines import LINES, Line
+from tests.support.trl.dpo import DPO, OPTIONS, Recipe, pairs
+from tests.support.trl.groups import build_group, prompts
+from tests.support.trl.kto import KTO
+from tests.support.trl.online import writer
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+BYTES = ["<pad>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 
 
 def exported() -> Iterator[tuple[str, type]]:
@@ -30,23 +46,129 @@ def line_of(trainer_class: type) -> Line | None:
     return next((x for x in LINES if x.trainer == name and trainer_class.__module__ in x.trainer_modules), None)
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes for conversations, since GOLD takes no other."""
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(BYTES)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left")
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=TEMPLATE, model_input_names=inputs, **special
+    )
+
+
+def model(directory: Path, seed: int = 0) -> PreTrainedModel:
+    """A model that comes from a folder, where trainers look for its tokenizer."""
+    made = writer(seed, vocab_size=len(BYTES), max_position_embeddings=512)
+    folder = directory / f"model {seed}"
+    made.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    made.config._name_or_path = str(folder)
+    return made
+
+
+def conversations() -> list[dict]:
+    return [
+        {"messages": [dict(role="user", content=row["prompt"]), dict(role="assistant", content=row["chosen"])]}
+        for row in pairs(16)
+    ]
+
+
+def build(
+    module: str,
+    name: str,
+    rows: Callable[[], list[dict]],
+    directory: Path,
+    callbacks: list,
+    cast: Callable,
+    **options: Any,
+) -> Trainer:
+    """A trainer of a module of `trl`, with options of its configuration and arguments of its own."""
+    config = getattr(importlib.import_module(module), f"{name}Config")
+    names = {field.name for field in fields(config)}
+    of_config = {"output_dir": str(directory), **OPTIONS, **SHORT, **options}
+    others = {key: x for key, x in options.items() if key not in names}
+    if others.pop("teacher", False):
+        others["teacher_model"] = cast(model(directory, 1))
+    return getattr(importlib.import_module(module), f"{name}Trainer")(
+        model=cast(model(directory)),
+        args=config(**{key: x for key, x in of_config.items() if key in names}),
+        train_dataset=Dataset.from_list(rows()),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+        **others,
+    )
+
+
+def is_odd(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def contexts() -> list[dict]:
+    return [{"prompt": row["prompt"], "privileged_context": row["chosen"]} for row in pairs(16)]
+
+
+class Claim(NamedTuple):
+    """What `patch` does to a trainer that has no line of its own.
+
+    Attributes:
+        what: in words.
+        build: makes a trainer in a directory, with callbacks and with models that a function is applied to; None if it
+            needs a server.
+        calls: the fused calls of three steps.
+    """
+
+    what: str
+    build: Callable[..., Trainer] | None = None
+    calls: dict[str, int] = {}  # noqa: RUF012
+
+
+def subclass(recipe: Recipe, trainer_class: type, directory: Path, callbacks: list, cast: Callable) -> Trainer:
+    models = [cast(writer(seed)) for seed in range(2)]
+    return recipe.build(directory, *models, trainer_class=trainer_class, callbacks=callbacks)
+
+
+def gmpo(directory: Path, callbacks: list, cast: Callable) -> Trainer:
+    return build_group(directory, cast(writer()), GMPOTrainer, callbacks=callbacks)
+
+
 X = "trl.experimental"
 LOGITS = "as in TRL: its own loss reads logits"
 UNTOUCHED = "untouched"
-SERVER = f"{UNTOUCHED}, needs a server"
+SHORT = dict(max_completion_length=8, max_new_tokens=8, max_length=256, max_prompt_length=128)
 CLAIMS = {
-    f"{X}.gmpo.GMPOTrainer": "fused as a `GRPOTrainer`",
-    f"{X}.bema_for_ref_model.DPOTrainer": "fused as a `DPOTrainer`",
-    f"{X}.kto.KTOTrainer": "fused as a `KTOTrainer`",
-    f"{X}.gkd.GKDTrainer": LOGITS,
-    f"{X}.gold.GOLDTrainer": LOGITS,
-    f"{X}.sdft.SDFTTrainer": UNTOUCHED,
-    f"{X}.sdpo.SDPOTrainer": UNTOUCHED,
-    f"{X}.iw_opd.IWOPDTrainer": UNTOUCHED,
-    "trl.DistillationTrainer": UNTOUCHED,
-    f"{X}.distillation.DistillationTrainer": UNTOUCHED,
-    f"{X}.server_distillation.ServerDistillationTrainer": SERVER,
-    f"{X}.async_grpo.AsyncGRPOTrainer": SERVER,
-    f"{X}.async_distillation.AsyncDistillationTrainer": SERVER,
+    f"{X}.gmpo.GMPOTrainer": Claim("fused as a `GRPOTrainer`", gmpo, dict(policy=3)),
+    f"{X}.bema_for_ref_model.DPOTrainer": Claim(
+        "fused as a `DPOTrainer`",
+        functools.partial(subclass, DPO, BEMATrainer),
+        dict(policy=3, reference=3),
+    ),
+    f"{X}.kto.KTOTrainer": Claim(
+        "fused as a `KTOTrainer`",
+        functools.partial(subclass, KTO, KTOTrainer),
+        dict(policy=6, reference=3),
+    ),
+    f"{X}.gkd.GKDTrainer": Claim(
+        LOGITS, functools.partial(build, f"{X}.gkd", "GKD", conversations, teacher=True, lmbda=0.0)
+    ),
+    f"{X}.gold.GOLDTrainer": Claim(
+        LOGITS, functools.partial(build, f"{X}.gold", "GOLD", conversations, teacher=True, lmbda=0.0)
+    ),
+    f"{X}.sdft.SDFTTrainer": Claim(
+        UNTOUCHED, functools.partial(build, f"{X}.sdft", "SDFT", contexts, num_generations=1)
+    ),
+    f"{X}.sdpo.SDPOTrainer": Claim(
+        UNTOUCHED, functools.partial(build, f"{X}.sdpo", "SDPO", prompts, num_generations=4, reward_funcs=is_odd)
+    ),
+    f"{X}.iw_opd.IWOPDTrainer": Claim(
+        UNTOUCHED, functools.partial(build, f"{X}.iw_opd", "IWOPD", conversations, teacher=True)
+    ),
+    "trl.DistillationTrainer": Claim(UNTOUCHED, functools.partial(build, "trl", "Distillation", prompts, teacher=True)),
+    f"{X}.distillation.DistillationTrainer": Claim(
+        UNTOUCHED, functools.partial(build, f"{X}.distillation", "Distillation", prompts, teacher=True)
+    ),
+    f"{X}.server_distillation.ServerDistillationTrainer": Claim(UNTOUCHED),
+    f"{X}.async_grpo.AsyncGRPOTrainer": Claim(UNTOUCHED),
+    f"{X}.async_distillation.AsyncDistillationTrainer": Claim(UNTOUCHED),
 }
-"""What `patch` does to each trainer that has no line of its own. Options of the contract train those that are fused."""
+"""What becomes of each trainer that has no line of its own."""
