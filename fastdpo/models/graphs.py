@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +128,9 @@ class Graphs:
             self._stop(Reason("graphs-slower"))
             return None
         basis = self._bases[id(verdict)]
+        if pace.is_busy is None and pace.between < torch.inf:
+            pace.is_busy = _is_busy(basis.backbone, inputs)
+            pace.interrupt()
         recording = self._recording(basis, inputs, basis.trained(), pace)
         if recording is None:
             return None
@@ -138,6 +142,19 @@ class Graphs:
         """Drops what was counted and recorded before, which may leave the training less memory than it needs."""
         self._seen.clear()
         self.forget()
+
+    def forward(self, backbone: nn.Module, inputs: Inputs) -> Callable[[], object] | None:
+        """A replay of a forward without gradients, of which nothing is kept. None if calls replay nothing, or if it
+        cannot be recorded.
+        """
+        if not self._recordings:
+            return None
+        try:
+            size = rounded_up(inputs["input_ids"].shape[1])
+            recording = Recording(backbone, padded(inputs, size), 1, [], None)
+        except Exception:  # as of `_new`, which says why
+            return None
+        return lambda: recording.run_forward(None)
 
     def forget(self) -> None:
         """Drops all recordings."""
@@ -207,9 +224,10 @@ class Graphs:
                     return None
                 distance = recording.distance_of(inputs)
                 if distance <= BOUND:
-                    trial = _trial(recording, inputs)
-                    is_kept = make(trial)
-                    found = f"the layers take {1e3 * trial.before:.1f} ms, and a replay {1e3 * trial.after:.1f} ms"
+                    trial = None if pace.is_sure(size) else _trial(recording, inputs)
+                    is_kept, found = make(trial), "as those of other sizes"
+                    if trial is not None:
+                        found = f"the layers take {1e3 * trial.before:.1f} ms, and a replay {1e3 * trial.after:.1f} ms"
                     result = "recorded" if is_kept else "did not record"
                     logger.info("fastdpo: %s: %s batches of up to %d tokens: %s", self._name, result, size, found)
                     return recording if is_kept else None
@@ -237,6 +255,17 @@ class Graphs:
         if reason not in self._said:
             self._said.add(reason)
             logger.info("fastdpo: %s: no CUDA graphs, %s", self._name, reason.named)
+
+
+def _is_busy(backbone: nn.Module, inputs: Inputs) -> bool:
+    """Whether the device is, in a forward of the layers, so that a replay would save nothing. So if it has no room for
+    one, since no training ends by what is only measured.
+    """
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return pace.is_busy(lambda: run_layers(backbone, inputs), inputs["input_ids"].device)
+    except Exception:
+        return True
 
 
 def _trial(recording: Recording, inputs: Inputs) -> Trial:

@@ -34,8 +34,14 @@ MARGIN = 1.5
 LEAST_SAVING = 0.05
 """The part of the time between two calls that must be saved. Less than that is noise."""
 
-LOST_SECONDS, LOST_PART = 2.0, 0.01
+LOST_SECONDS, LOST_PART = 2.5, 0.01
 """What may be spent on what is not kept, in seconds and as a part of the training."""
+
+BUSY = 1.15
+"""A device is busy that needs so many times what the host needs to launch its work."""
+
+SURE = 4
+"""A recording that is expected to save so many times what it must needs no trial."""
 
 WORTH_ANOTHER = 0.7
 """Of the tokens of a recording that did not pay, those from which a smaller one does not either."""
@@ -46,8 +52,8 @@ WATCHED, SLOWER = 50, 1.02
 RECORDING_SECONDS = 1.0
 """What a recording and its comparison take, until one was made."""
 
-COMPILING_SECONDS = 45.0
-"""What compiling takes for a model for which no process has noted it."""
+COMPILING_SECONDS, TRYING_SECONDS = 45.0, 20.0
+"""What compiling takes for a model for which no process has noted it, and what trying it takes at most."""
 
 SMALL, LARGE = 0.2, 0.12
 """What compiled layers save of a model of up to 2e9 parameters, and of a larger one, until it was measured. On an H200,
@@ -108,6 +114,18 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def is_busy(run: Callable[[], object], device: torch.device) -> bool:
+    """Whether a device takes longer for a function than the host, which launches what it does."""
+    launched: list[float] = []
+
+    def launch() -> None:
+        start = time.perf_counter()
+        run()
+        launched.append(time.perf_counter() - start)
+
+    return seconds(launch, device) > BUSY * launched[0]
+
+
 class Trial(NamedTuple):
     """The seconds of two ways to compute the same batch.
 
@@ -137,19 +155,21 @@ class Pace:
     Attributes:
         calls: their number.
         trials: of recordings.
+        is_busy: whether the device is, while the layers run; None before it is known.
+        lost: seconds for what was not kept.
     """
 
     def __init__(
         self, training: Training, now: Callable[[], float] = time.perf_counter, *, has_backward: bool = True
     ) -> None:
         self.training, self._now, self._has_backward = training, now, has_backward
-        self.calls, self.trials = 0, list[Trial]()
+        self.calls, self.trials, self.lost = 0, list[Trial](), 0.0
+        self.is_busy: bool | None = None
         self._last: float | None = None
         self._between: deque[float] = deque(maxlen=2 * WARM_UP)
         self._recording_seconds: float | None = None
         self._at_first: float | None = None  # `between` before anything was recorded
         self._lately: deque[float] = deque(maxlen=WATCHED)
-        self._lost = 0.0  # seconds for recordings that were not kept
         self._since = 0  # calls since something has changed
 
     def call(self) -> None:
@@ -168,7 +188,7 @@ class Pace:
         """Forgets what was measured, since the layers take another time from now on."""
         self.trials.clear()
         self._between.clear()
-        self._at_first = None
+        self._at_first = self.is_busy = None
         self.interrupt()
 
     @property
@@ -188,17 +208,25 @@ class Pace:
         """Whether an optimizer has made a step, if one will. How much memory it takes is not known before."""
         return self.training.done > 0 or not (self._has_backward or self.training.left)
 
+    def is_sure(self, tokens: int) -> bool:
+        """Whether a recording is known to pay from the trials of others."""
+        is_known = any(map(self.is_kept, self.trials))
+        return is_known and self._expected(tokens) > SURE * LEAST_SAVING * self.between
+
     def _may_lose(self, seconds: float) -> bool:
-        """Whether so many seconds are little, with those that were lost before, in relation to the training."""
-        whole = self.between * (self.calls + self.training.further(self.calls))
-        return self._lost + seconds < LOST_SECONDS + LOST_PART * whole
+        """Whether so many seconds, with those that were lost before, are little in relation to the training by the
+        layers, or less than what replays save of it.
+        """
+        left, at_first = self.training.further(self.calls), self._at_first or self.between
+        may_be_lost = LOST_PART * at_first * (self.calls + left) + (at_first - self.between) * left
+        return self.lost + seconds < LOST_SECONDS + may_be_lost
 
     def _expected(self, tokens: int) -> float:
         """The seconds that a replay of a number of tokens is expected to save: the host takes as long for any number,
         and the device in proportion.
         """
         if not self.trials:
-            return self.between / 3
+            return 0.0 if self.is_busy else self.between / 2
         dropped = [x for x in self.trials if not self.is_kept(x)]
         if any(tokens > WORTH_ANOTHER * x.tokens for x in dropped):
             return 0.0
@@ -211,16 +239,16 @@ class Pace:
         return trial.saved > LEAST_SAVING * self.between
 
     @contextmanager
-    def making(self) -> Iterator[Callable[[Trial], bool]]:
-        """Takes the time of making a recording. Yields a function that takes note of its trial, and returns whether it
-        is kept.
+    def making(self) -> Iterator[Callable[[Trial | None], bool]]:
+        """Takes the time of making a recording. Yields a function that takes note of its trial, if it has had one, and
+        returns whether it is kept.
         """
         start, is_kept = self._now(), False
 
-        def note(trial: Trial) -> bool:
+        def note(trial: Trial | None) -> bool:
             nonlocal is_kept
-            self.trials.append(trial)
-            is_kept = self.is_kept(trial)
+            self.trials += [] if trial is None else [trial]
+            is_kept = trial is None or self.is_kept(trial)
             if is_kept and self._at_first is None:
                 self._at_first = self.between
             return is_kept
@@ -229,7 +257,7 @@ class Pace:
             yield note
         finally:
             self._recording_seconds = self._now() - start
-            self._lost += 0 if is_kept else self._recording_seconds
+            self.lost += 0 if is_kept else self._recording_seconds
             self.interrupt()
 
     def is_slower(self) -> bool:
@@ -255,7 +283,7 @@ class Pace:
         if self.between == torch.inf or self.calls < 3 * WARM_UP or self._since < 2 * WARM_UP:
             return -torch.inf
         seconds, saving = noted or Compiled(COMPILING_SECONDS, SMALL if parameters <= 2e9 else LARGE)
-        if saving < LEAST_SAVING:
+        if saving < LEAST_SAVING or (noted is None and not self._may_lose(TRYING_SECONDS)):
             return -torch.inf
         return saving * self.between * self.training.further(self.calls) - MARGIN * seconds
 

@@ -175,7 +175,7 @@ class Runner:
         if compiled is None or compiled.reason is not None:
             return
         try:
-            first, before, after = _times(compiled, backbone, inputs)
+            first, before, after = self._times(compiled, backbone, inputs)
         except Exception as error:  # no training ends by a trial
             compiled.fail(backbone, error)
         else:
@@ -184,8 +184,28 @@ class Runner:
                 notes.note(inputs["input_ids"].device, layers={self._key: Compiled(cost, saving)})
                 left = self._pace.between * self._training.further(self._pace.calls)
                 self._saving = saving if saving * left > MARGIN * (cost - first) else 0.0
+                self._pace.lost += 0.0 if self._saving > LEAST_SAVING else first
         self._pace.interrupt()
         self._run_as_they_are()
+
+    def _times(self, compiled: CompiledLayers, backbone: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
+        """The seconds of a forward pass that compiles layers, of one by the layers as they are, and of one by those.
+        Where calls replay graphs, these do too, since compiled layers then save nothing of the host's time.
+        """
+        device, other = inputs["input_ids"].device, self.graphs
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            run = partial(backbone, **inputs)
+            first = pace.seconds(run, device)
+            after = (other and other.forward(backbone, inputs)) or run
+            with compiled.as_they_are():
+                before = (other and other.forward(backbone, inputs)) or run
+            pairs = []
+            for _ in range(PAIRS):
+                of_compiled = pace.seconds(after, device)
+                with compiled.as_they_are():
+                    pairs.append((pace.seconds(before, device), of_compiled))
+        before_median, after_median = (median(x) for x in zip(*pairs, strict=True))
+        return first, before_median, after_median
 
     def _run_as_they_are(self) -> None:
         if self.compiled is not None:
@@ -207,17 +227,3 @@ class Runner:
             "fastdpo: %s: layers are %s from step %d on, %s; compile=%s decides otherwise, and FASTDPO_AUTO=0 nothing",
             *(self._name, state, self._step + 1, why, other),
         )
-
-
-def _times(compiled: CompiledLayers, backbone: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """The seconds of a forward pass that compiles layers, of one by the layers as they are, and of one by those."""
-    device = inputs["input_ids"].device
-    run = partial(pace.seconds, lambda: backbone(**inputs), device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        first, pairs = run(), []
-        for _ in range(PAIRS):
-            after = run()
-            with compiled.as_they_are():
-                pairs.append((run(), after))
-    before, after = (median(x) for x in zip(*pairs, strict=True))
-    return first, before, after

@@ -1,5 +1,6 @@
 """What is decided about graphs and compiled layers: in drawn worlds, whose clock is planted, and on several ranks."""
 
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ from fastdpo import distributed
 from fastdpo.distributed import STEPS_OF_NOTICE, Ballot
 from fastdpo.models import pace
 from fastdpo.models.graphs import rounded_up
-from fastdpo.models.pace import LEAST_SAVING, MARGIN, Pace, Training, Trial
+from fastdpo.models.pace import BUSY, LEAST_SAVING, MARGIN, Pace, Training, Trial
 from fastdpo.models.running import GRAPHS, PAIRS
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.choice.notes import Compiled
+from tests.support.fuzzing import VARIABLE
 from tests.support.ref_logps import ranks as run_ranks
 
 TOKENS = 1500
 """Of a batch of the size 1."""
 CHOICES = "layers", "graphs", "compiled", "both"
 BATCHES = 2000
+WORLDS = int(os.environ.get(VARIABLE, 1000)) // 10
+"""10,000 in `make fuzz`."""
 
 
 @dataclass
@@ -33,18 +37,27 @@ class World:
         host: that it takes to launch the layers.
         busy: that the device takes for a batch of the size 1.
         other: of a step, next to the layers.
-        of_compiled: what compiled layers leave of both.
-        noise: the relative standard deviation of what is measured.
+        reduce: of the sums of ranks; 0 for one rank. Nine tenths of it may run next to the backward of the layers.
+        exposed: the part of it that cannot run next to a replay.
+        of_compiled: what compiled layers leave of the host's and of the device's time.
+        compiling, recording: once, and once for each size.
+        noise: the relative standard deviation of each time.
+        ahead: the part of a forward that the host may be ahead of the device.
+        sizes: of batches.
+        steps: of the training.
         is_noted: whether an earlier process has noted what compiling takes and saves.
     """
 
     host: float
     busy: float
     other: float
+    reduce: float
+    exposed: float
     of_compiled: tuple[float, float]
     compiling: float
     recording: float
     noise: float
+    ahead: float
     sizes: np.ndarray
     steps: int
     is_noted: bool
@@ -62,28 +75,52 @@ class World:
             host=host,
             busy=busy,
             other=rng.uniform(0.05, 0.6) * max(host, busy),
-            of_compiled=(rng.uniform(0.4, 0.9), rng.uniform(0.5, 0.85)),
+            reduce=busy * between(0.01, 2) * int(rng.integers(2)),
+            exposed=rng.uniform(0.25, 1),
+            of_compiled=(rng.uniform(0.4, 1), rng.uniform(0.5, 1.05)),
             compiling=between(8, 60),
             recording=rng.uniform(0.3, 1.5),
             noise=rng.uniform(0, 0.05),
+            ahead=rng.uniform(0.2, 1),
             sizes=rng.lognormal(0, rng.uniform(0.05, 0.4), BATCHES),
-            steps=int(between(200, 6000)),
+            steps=int(between(100, 20_000)),
             is_noted=bool(rng.integers(2)),
         )
 
-    def layers(self, tokens: int, compiled: bool) -> float:
-        host, _ = self.of_compiled if compiled else (1, 1)
-        return max(host * self.host, self.replay(tokens, compiled))
+    @property
+    def tokens(self) -> np.ndarray:
+        return (self.sizes * TOKENS).astype(int) + 1
 
-    def replay(self, tokens: int, compiled: bool) -> float:
-        return self.busy * tokens / TOKENS * (self.of_compiled[1] if compiled else 1)
+    @property
+    def padded(self) -> np.ndarray:
+        return np.array([rounded_up(int(x)) for x in self.tokens])
 
-    def train(self, choice: str) -> "Trained":
-        return Trained(self, choice)
+    def backbone(self, compiled: bool, replays: bool) -> np.ndarray:
+        """The seconds that each batch takes in it."""
+        host, device = self.of_compiled if compiled else (1, 1)
+        on_device = device * self.busy * (self.padded if replays else self.tokens) / TOKENS
+        return on_device if replays else np.maximum(host * self.host, on_device)
+
+    def step(self, compiled: bool, replays: bool) -> np.ndarray:
+        """The seconds that each batch takes in all."""
+        backbone = self.backbone(compiled, replays)
+        waits = np.maximum((self.exposed if replays else 0.1) * self.reduce, self.reduce - 2 / 3 * backbone)
+        return (backbone + self.other + waits) * (1 + self.noise * np.random.default_rng(1).standard_normal(BATCHES))
+
+    def train(self, choice: str) -> float:
+        """The seconds of a training with a fixed choice, which records each size when it is seen again."""
+        compiled, batches = choice in ("compiled", "both"), np.resize(np.arange(BATCHES), self.steps)
+        seconds, once = self.step(compiled, False)[batches], self.compiling * compiled
+        if choice in ("graphs", "both"):
+            _, first, times = np.unique(self.padded[batches], return_index=True, return_counts=True)
+            replays = self.step(compiled, True)[batches]
+            replays[first] = seconds[first]
+            seconds, once = replays, once + self.recording * (times > 1).sum()
+        return float(seconds.sum() + once)
 
 
 class Trained:
-    """A training in a world, with a fixed choice or, if it is "auto", as the library decides.
+    """A training in a world, as the library decides.
 
     Attributes:
         seconds: that it took.
@@ -91,81 +128,106 @@ class Trained:
         recorded: the sizes of recordings that were kept.
     """
 
-    def __init__(self, world: World, choice: str) -> None:
-        self.world, self.seconds, self.is_auto = world, 0.0, choice == "auto"
+    def __init__(self, world: World) -> None:
+        self.world, self.seconds = world, 0.0
         self.noted: Compiled | None = None
-        self.compiled, self.recorded = choice in ("compiled", "both"), set()
+        self.compiled, self.recorded = False, set()
+        self.is_decided = self.is_stopped = False
         self.rng = np.random.default_rng(0)
         self.training = Training(left=world.steps)
         self.pace = Pace(self.training, lambda: self.seconds)
-        self.seconds += world.compiling * self.compiled
-        seen = Counter()
+        ways = [(compiled, replays) for compiled in (False, True) for replays in (False, True)]
+        steps, self.backbone = ({way: f(*way).tolist() for way in ways} for f in (world.step, world.backbone))
+        self.sizes, seen = world.padded.tolist(), Counter()
         for step in range(world.steps):
-            tokens = int(world.sizes[step % BATCHES] * TOKENS) + 1
-            size = rounded_up(tokens)
+            batch = step % BATCHES
+            size = self.sizes[batch]
             seen[size] += 1
             self.training.done, self.training.left = step, world.steps - step
             self.pace.call()
-            if self.is_auto:
-                self.compile(tokens)
-            if size not in self.recorded and seen[size] > 1:
-                if choice in ("graphs", "both"):
-                    self.seconds += world.recording
-                    self.recorded.add(size)
-                elif self.is_auto and self.pace.is_recorded(size, seen[size]):
-                    self.record(tokens, size)
-            replays = size in self.recorded
-            self.seconds += world.replay(size, self.compiled) if replays else world.layers(tokens, self.compiled)
-            self.seconds += world.other
+            if not self.is_decided:
+                self.compile(batch)
+            if not self.is_stopped:
+                self.record(batch, size, seen[size])
+            self.seconds += steps[self.compiled, size in self.recorded][batch]
 
     def measured(self, seconds: float) -> float:
         return seconds * (1 + self.world.noise * self.rng.standard_normal())
 
-    def record(self, tokens: int, size: int) -> None:
-        before, after = self.world.layers(tokens, self.compiled), self.world.replay(size, self.compiled)
-        with self.pace.making() as make:
-            self.seconds += self.world.recording + 2 * (before + after)
-            if make(Trial(tokens, self.measured(before), self.measured(after))):
+    def record(self, batch: int, size: int, seen: int) -> None:
+        """As `Graphs` does."""
+        world, pace = self.world, self.pace
+        if pace.is_slower():
+            self.is_stopped = True
+            self.recorded.clear()
+            return
+        layers, replay = (self.backbone[self.compiled, replays][batch] for replays in (False, True))
+        if pace.is_busy is None and pace.between < torch.inf:
+            host = self.world.of_compiled[0] ** self.compiled * world.host
+            launched = max(host, layers * (1 - world.ahead))
+            pace.is_busy = self.measured(layers) > BUSY * self.measured(launched)
+            self.seconds += layers / 3
+            pace.interrupt()
+        if size in self.recorded or seen < 2 or not pace.is_recorded(size, seen):
+            return
+        with pace.making() as make:
+            self.seconds += world.recording
+            trial = None
+            if not pace.is_sure(size):
+                self.seconds += 2 * (layers + replay)
+                tokens = int(world.sizes[batch] * TOKENS) + 1
+                trial = Trial(tokens, *(min(self.measured(x), self.measured(x)) for x in (layers, replay)))
+            if make(trial):
                 self.recorded.add(size)
 
-    def compile(self, tokens: int) -> None:
+    def compile(self, batch: int) -> None:
         """As `Runner` does."""
-        world = self.world
-        before, after = (self.measured(world.layers(tokens, compiled) / 3) for compiled in (False, True))
-        saving, first = self.pace.saving(before, after), world.compiling / GRAPHS
-        if self.noted is None and world.is_noted and self.pace.between < torch.inf:
-            self.noted = Compiled(world.compiling, saving)
-        if self.compiled or self.pace.gain_of_compiling(int(5e8), self.noted) <= 0:
+        world, pace, first = self.world, self.pace, self.world.compiling / GRAPHS
+        if world.is_noted and self.noted is None and pace.gain_of_compiling(1, Compiled(0.0, 1.0)) > 0:
+            others = self.rng.integers(BATCHES, size=PAIRS)
+            self.noted = Compiled(world.compiling, float(np.mean([self.saving(x) for x in others])))
+        if pace.gain_of_compiling(int(5e8), self.noted) <= 0:
             return
+        self.is_decided = True
         if self.noted is None:
-            self.seconds += first + PAIRS * (before + after)
-            self.pace.interrupt()
-            left = self.pace.between * self.training.further(self.pace.calls)
+            saving, before = self.saving(batch), self.backbone[False, False][batch]
+            self.seconds += first + PAIRS * before + world.recording * bool(self.recorded)
+            pace.interrupt()
+            left = pace.between * self.training.further(pace.calls)
             if saving <= LEAST_SAVING or saving * left <= MARGIN * (world.compiling - first):
-                self.noted = Compiled(world.compiling, 0.0)  # it is not tried again
+                pace.lost += first
                 return
             self.seconds -= first
+        elif self.noted.saving <= LEAST_SAVING:
+            return
         self.seconds += world.compiling
         self.compiled = True
         self.recorded.clear()
-        self.pace.change()
+        pace.change()
 
-
-WORLDS = 200
+    def saving(self, batch: int) -> float:
+        """What a trial of compiled layers finds, by replays if there are any."""
+        forward = (self.backbone[compiled, bool(self.recorded)][batch] / 3 for compiled in (False, True))
+        return self.pace.saving(*(np.median([self.measured(x) for _ in range(PAIRS)]) for x in forward))
 
 
 def test_drawn_worlds():
-    """No training takes longer than that of the layers, but for a hundredth and some seconds, and, of a model that is
-    new, for what it takes to try compiled layers. Most are near the best choice.
+    """Most trainings are near the best fixed choice, and nearly none takes longer than that of the layers, but for a
+    hundredth and some seconds.
+
+    No choice that does not know what compiling saves can be near the best one in all: a trial of up to 20 s may not be
+    made in trainings of less than half an hour whose model no process has noted, where it would often pay.
     """
-    near = []
+    near, over = [], []
     for seed in range(WORLDS):
         world = World.draw(seed)
-        seconds = {choice: world.train(choice).seconds for choice in (*CHOICES, "auto")}
-        tried = 0 if world.is_noted else world.compiling / GRAPHS + PAIRS * world.layers(2 * TOKENS, False)
-        assert seconds["auto"] <= 1.01 * seconds["layers"] + 3 + tried, (seed, seconds)
-        near.append(seconds["auto"] <= 1.05 * min(seconds[x] for x in CHOICES))
-    assert np.mean(near) >= 0.8
+        fixed, seconds = {choice: world.train(choice) for choice in CHOICES}, Trained(world).seconds
+        near.append(seconds <= 1.05 * min(fixed.values()))
+        if seconds > 1.01 * fixed["layers"] + 3:
+            over.append((seed, seconds, fixed))
+    print(f"near {np.mean(near):.4f}, over {len(over)}: {over[:20]}")
+    assert len(over) <= 0.01 * WORLDS, over
+    assert np.mean(near) >= 0.85
 
 
 @pytest.mark.parametrize("attribute", ["steps", "host"])
@@ -174,9 +236,10 @@ def test_more_to_gain_switches_nothing_off(attribute):
         world, more = World.draw(seed), World.draw(seed)
         world.noise = more.noise = 0
         setattr(more, attribute, 2 * getattr(world, attribute))
-        before, after = world.train("auto"), more.train("auto")
+        before, after = Trained(world), Trained(more)
         assert after.compiled >= before.compiled, seed
-        assert bool(after.recorded) >= bool(before.recorded), seed
+        if after.compiled == before.compiled:  # compiled layers may leave a replay nothing to save
+            assert bool(after.recorded) >= bool(before.recorded), seed
 
 
 def clocked(*times, left=1000, done=10):
@@ -203,6 +266,42 @@ def test_nothing_is_decided_in_the_first_calls():
     assert found.between == torch.inf
     assert not found.is_recorded(100, 50)
     assert found.gain_of_compiling(1, Compiled(0.0, 0.5)) == -torch.inf
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_nothing_is_recorded_where_the_device_is_busy(is_busy):
+    found = clocked(*range(21))
+    found.is_busy = is_busy
+    assert found.is_recorded(100, 20) == (not is_busy)
+    found.change()
+    assert found.is_busy is None
+
+
+def test_a_device_is_busy_if_it_takes_longer_than_the_host(monkeypatch):
+    for waits, is_busy in ((1.0, True), (0.1, False)):
+        now = iter([0, 0, 1, 1 + waits])
+        monkeypatch.setattr(pace.time, "perf_counter", now.__next__)
+        assert pace.is_busy(lambda: None, torch.device("cpu")) == is_busy
+
+
+def test_a_recording_that_is_expected_to_save_much_needs_no_trial():
+    found = clocked(*range(21))
+    assert not found.is_sure(1000)
+    found._now = lambda: 21.0
+    for trial in (Trial(1000, 0.9, 0.3), Trial(2000, 0.9, 0.6)):
+        with found.making() as make:
+            assert make(trial)
+    assert found.is_sure(1500)
+    assert not found.is_sure(2900)
+
+
+def test_trying_compiled_layers_must_be_affordable():
+    """20 s are a hundredth of half an hour. Less will do if replays save as much."""
+    short, long = (clocked(*range(40), left=left, done=40) for left in (1500, 2500))
+    assert short.gain_of_compiling(1, None) < 0 < long.gain_of_compiling(1, None)
+    assert short.gain_of_compiling(1, Compiled(45.0, 0.2)) > 0
+    short._at_first = 1.02
+    assert short.gain_of_compiling(1, None) > 0
 
 
 @pytest.mark.parametrize(("left", "is_recorded"), [(30, False), (3000, True)])

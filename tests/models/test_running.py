@@ -38,6 +38,7 @@ def speed(monkeypatch):
 
     monkeypatch.setattr(running.pace, "seconds", seconds)
     monkeypatch.setattr(Pace, "is_recorded", lambda *_: False)
+    monkeypatch.setattr(running.graphs, "_is_busy", lambda *_: False)
     monkeypatch.setattr(Pace, "gain_of_compiling", lambda self, parameters, noted: float(self.calls > 5))
     monkeypatch.setattr(Pace, "between", 2.0)
     return found
@@ -272,6 +273,47 @@ def test_a_reference_without_memory_takes_back_what_the_policy_has_recorded(monk
     assert "no CUDA graphs, without memory for a batch" in caplog.text
 
 
+def test_a_trial_of_a_recording_runs_one_batch(monkeypatch, recorder):
+    """The layers run its tokens alone. The replay has taken the same ones, and runs its padding."""
+    taken, timed = [], []
+
+    def noted(run):
+        return lambda self, inputs: taken.append(inputs["input_ids"]) or run(self, inputs)
+
+    def seconds(run, device):
+        taken.clear()
+        run()
+        timed.append(taken[0])
+        return 1.0
+
+    monkeypatch.setattr(running.graphs.Recording, "fill", noted(running.graphs.Recording.fill))
+    monkeypatch.setattr(running.graphs, "run_layers", noted(running.graphs.run_layers))
+    monkeypatch.setattr(running.pace, "seconds", seconds)
+    model = fastdpo.prepare(llama())
+    for given in BATCHES[:3]:
+        step(model, given)
+    assert len(timed) == 4 * recorder.made // 2
+    assert all(torch.equal(*pair) for pair in zip(timed[::2], timed[1::2], strict=True))
+    assert all(x.shape[1] % 16 for x in timed)
+
+
+def test_compiled_layers_are_tried_by_replays_where_calls_replay(speed, monkeypatch, recorder):
+    model, replayed = prepared(speed), []
+    monkeypatch.setattr(Pace, "is_recorded", lambda *_: True)
+    seconds = running.pace.seconds
+
+    def counted(run, device):
+        before = recorder.replays
+        taken = seconds(run, device)
+        replayed.append(recorder.replays - before)
+        return taken
+
+    monkeypatch.setattr(running.graphs, "_trial", lambda *_: pace.Trial(40, 1.0, 0.1))
+    monkeypatch.setattr(running.pace, "seconds", counted)
+    train(model, 6)
+    assert replayed == [0] + 2 * running.PAIRS * [1]
+
+
 def test_recordings_leave_room(monkeypatch, recorder, caplog):
     """Without it, those that exist are replayed, and no other one is made."""
     caplog.set_level("INFO", "fastdpo")
@@ -317,6 +359,7 @@ def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, capl
 
 
 def test_an_error_without_recordings_is_raised(monkeypatch):
+    gc.collect()  # models of other tests, with what they have recorded
     model = fastdpo.prepare(llama())
     out_of_memory_at(monkeypatch, 1)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
