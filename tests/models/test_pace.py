@@ -25,7 +25,7 @@ TOKENS = 1500
 """Of a batch of the size 1."""
 CHOICES = "layers", "graphs", "compiled", "both"
 BATCHES = 2000
-WORLDS = int(os.environ.get(VARIABLE, 1000)) // 10
+WORLDS = int(os.environ.get(VARIABLE, 600)) // 10
 """10,000 in `make fuzz`."""
 
 
@@ -232,7 +232,7 @@ def test_drawn_worlds():
 
 @pytest.mark.parametrize("attribute", ["steps", "host"])
 def test_more_to_gain_switches_nothing_off(attribute):
-    for seed in range(40):
+    for seed in range(12):
         world, more = World.draw(seed), World.draw(seed)
         world.noise = more.noise = 0
         setattr(more, attribute, 2 * getattr(world, attribute))
