@@ -261,9 +261,11 @@ def _is_busy(backbone: nn.Module, inputs: Inputs) -> bool:
     """Whether the device is, in a forward of the layers, so that a replay would save nothing. So if it has no room for
     one, since no training ends by what is only measured.
     """
+    device = inputs["input_ids"].device
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            return pace.is_busy(lambda: run_layers(backbone, inputs), inputs["input_ids"].device)
+        of_device = [device] if device.type == "cuda" else []
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(of_device):
+            return pace.is_busy(lambda: run_layers(backbone, inputs), device)
     except Exception:
         return True
 
