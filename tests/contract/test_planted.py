@@ -4,7 +4,8 @@ import pytest
 
 import fastdpo
 from fastdpo.models import compiled
-from tests.contract.harness import harnesses
+from fastdpo.ops.choice import notes
+from tests.contract.harness import each, harnesses
 from tests.support.kernels import recorder
 from tests.support.models.planted import PLANTED, hook_on_every_module
 from tests.support.models.trained_effects import EFFECTS
@@ -40,6 +41,19 @@ def test_with_compiled_layers_and_graphs(harness, compile, name, tmp_path, monke
     options = {"prepare": lambda model: planted.plant(model) or model, "compile": compile}
     runs = harness.both(tmp_path, max_steps=STEPS, **options)
     assert reasons_in(caplog.messages) == set(planted.reasons)
+    harness.assert_same(*runs)
+
+
+@each(lambda harness: harness.name.startswith("trl."))
+def test_what_a_clock_finds_to_pay(harness, tmp_path, monkeypatch, caplog):
+    """Each trainer replays graphs, compiles its layers between two steps, and trains as before."""
+    caplog.set_level("INFO", "fastdpo")
+    monkeypatch.setenv(notes.VARIABLE, "0")
+    recorder.install(monkeypatch)
+    recorder.compile_layers(monkeypatch)
+    runs = harness.both(tmp_path, max_steps=6)
+    assert runs[-1].calls["policy", "replayed"]
+    assert [x for x in caplog.messages if "(policy): layers are compiled from step" in x]
     harness.assert_same(*runs)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from fastdpo import distributed
 from fastdpo.models import captures, compiled, graphs, recording
 from fastdpo.models.pace import Pace
 from fastdpo.ops import second_derivatives
@@ -164,6 +165,15 @@ def always(monkeypatch) -> None:
     """Makes recordings pay, whatever they take."""
     for name in ("is_recorded", "is_kept"):
         monkeypatch.setattr(Pace, name, lambda *_: True)
+
+
+def compile_layers(monkeypatch) -> None:
+    """Plants a clock by which compiled layers are tried after some calls, take half the time, and pay."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(distributed, "STEPS_OF_NOTICE", 1)
+    monkeypatch.setattr(Pace, "gain_of_compiling", lambda self, *_: float(self.calls > 2))
+    monkeypatch.setattr(Pace, "saving", lambda *_: 0.5)
+    monkeypatch.setattr(Pace, "between", 1e6)
 
 
 def _record_launches(monkeypatch, recorder: Recorder) -> None:
