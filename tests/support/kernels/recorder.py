@@ -209,6 +209,11 @@ class DenseBackend:
         return DenseCall(query.shape[1] // value.shape[1], options.scale, options.window)
 
 
+def _sums(x: torch.Tensor) -> torch.dtype:
+    """The dtype of sums: float32, or that of the tensor if it is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class DenseCall(NamedTuple):
     groups: int
     scale: float
@@ -224,17 +229,21 @@ class DenseCall(NamedTuple):
         return Visible(visible, torch.zeros(10 * len(rows.checked), dtype=torch.int32, device="cpu"))
 
     def forward(self, query, key, value, sinks, layout):
-        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(self.groups, 1)).float() * self.scale
+        scores = (
+            torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(self.groups, 1)).to(_sums(query)) * self.scale
+        )
         scores = scores.masked_fill(layout.keys[: len(query)] == 0, -torch.inf)
-        lse = scores.logsumexp(-1) if sinks is None else torch.logaddexp(scores.logsumexp(-1), sinks[:, None].float())
+        lse = (
+            scores.logsumexp(-1) if sinks is None else torch.logaddexp(scores.logsumexp(-1), sinks[:, None].to(scores))
+        )
         weights = (scores - lse[..., None]).exp().to(value.dtype)
         return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(self.groups, 1)), lse
 
     def backward(self, grad, query, key, value, out, lse, layout):
         keys, values = (x.repeat_interleave(self.groups, 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, keys).float() * self.scale
+        scores = torch.einsum("qhd,khd->hqk", query, keys).to(_sums(query)) * self.scale
         weights = (scores - lse[..., None]).exp().masked_fill(layout.keys[: len(query)] == 0, 0)
-        slopes = torch.einsum("qhd,khd->hqk", grad, values).float() - (grad * out).float().sum(-1).t()[..., None]
+        slopes = torch.einsum("qhd,khd->hqk", grad, values).to(lse) - (grad * out).to(lse).sum(-1).t()[..., None]
         slopes = (weights * slopes * self.scale).to(query.dtype)
         gradients = (
             torch.einsum("hqk,qhd->khd", slopes, query),
