@@ -10,7 +10,6 @@ from tests.support.workers import two_ranks
 from tests.support.workers.processes import run_ranks
 
 
-@each(lambda harness: harness.ranks)
 def train(directory: Path, harness: Harness, by_clock: bool) -> list:
     """The patched runs of both ranks, which have trained what stock has, and the same."""
     run_ranks(2, two_ranks.train_rank, directory, harness.name, by_clock)
