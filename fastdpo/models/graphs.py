@@ -129,7 +129,7 @@ class Graphs:
             return None
         basis = self._bases[id(verdict)]
         if pace.is_busy is None and pace.between < torch.inf:
-            pace.is_busy = _is_busy(basis.backbone, inputs)
+            pace.is_busy = is_device_busy(basis.backbone, inputs)
             pace.interrupt()
         recording = self._recording(basis, inputs, basis.trained(), pace)
         if recording is None:
@@ -224,7 +224,7 @@ class Graphs:
                     return None
                 distance = recording.distance_of(inputs)
                 if distance <= BOUND:
-                    trial = None if pace.is_sure(size) else _trial(recording, inputs)
+                    trial = None if pace.is_sure(size) else trial_of(recording, inputs)
                     is_kept, found = make(trial), "as those of other sizes"
                     if trial is not None:
                         found = f"the layers take {1e3 * trial.before:.1f} ms, and a replay {1e3 * trial.after:.1f} ms"
@@ -257,7 +257,7 @@ class Graphs:
             logger.info("fastdpo: %s: no CUDA graphs, %s", self._name, reason.named)
 
 
-def _is_busy(backbone: nn.Module, inputs: Inputs) -> bool:
+def is_device_busy(backbone: nn.Module, inputs: Inputs) -> bool:
     """Whether the device is, in a forward of the layers, so that a replay would save nothing. So if it has no room for
     one, since no training ends by what is only measured.
     """
@@ -270,7 +270,7 @@ def _is_busy(backbone: nn.Module, inputs: Inputs) -> bool:
         return True
 
 
-def _trial(recording: Recording, inputs: Inputs) -> Trial:
+def trial_of(recording: Recording, inputs: Inputs) -> Trial:
     """What the layers and a replay take for the same batch, each the faster one of two times."""
 
     def by_layers() -> None:

@@ -38,7 +38,7 @@ def speed(monkeypatch):
 
     monkeypatch.setattr(running.pace, "seconds", seconds)
     monkeypatch.setattr(Pace, "is_recorded", lambda *_: False)
-    monkeypatch.setattr(running.graphs, "_is_busy", lambda *_: False)
+    monkeypatch.setattr(running.graphs, "is_device_busy", lambda *_: False)
     monkeypatch.setattr(Pace, "gain_of_compiling", lambda self, parameters, noted: float(self.calls > 5))
     monkeypatch.setattr(Pace, "between", 2.0)
     return found
@@ -308,7 +308,7 @@ def test_compiled_layers_are_tried_by_replays_where_calls_replay(speed, monkeypa
         replayed.append(recorder.replays - before)
         return taken
 
-    monkeypatch.setattr(running.graphs, "_trial", lambda *_: pace.Trial(40, 1.0, 0.1))
+    monkeypatch.setattr(running.graphs, "trial_of", lambda *_: pace.Trial(40, 1.0, 0.1))
     monkeypatch.setattr(running.pace, "seconds", counted)
     train(model, 6)
     assert replayed == [0] + 2 * running.PAIRS * [1]
