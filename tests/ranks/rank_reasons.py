@@ -232,6 +232,7 @@ NOT_OF_ONE_RANK = {
     "no-labels": "TRL's own fused head raises an error in such a call",
     "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",
     "rope-width": "a reason of options of patch(), not of a call",
+    "sequence-model": "of ranks that share each batch: tests/models/test_sequence_refusals.py",
     "no-head": "a model without a head computes no log-probabilities in stock either",
     "no-head-weight": "as head-type: a head without a weight has a class of its own",
     "offloaded-head": "accelerate moves weights to the disk for one process only",
