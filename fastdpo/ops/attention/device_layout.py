@@ -341,8 +341,7 @@ def _leaves(host: tuple) -> Iterator[Tensor | int]:
 
 def _replaced(host: Any, leaves: Iterator[Tensor | int]) -> Any:
     """A description with other tensors and ints."""
-    make: Any = getattr(host, "_make", tuple)
-    return make(
+    return host._make(
         _replaced(x, leaves) if isinstance(x, tuple) else next(leaves) if isinstance(x, (Tensor, int)) else x
         for x in host
     )

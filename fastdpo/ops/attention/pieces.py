@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,10 @@ block's first query minus that of the first key.
 """
 
 
-QueryBlocks = tuple[list[tuple[slice, list[KeyRange]]]]
-"""Blocks of queries with the ranges of keys that they see, as an `AttentionCall` describes rows."""
+class QueryBlocks(NamedTuple):
+    """Blocks of queries with the ranges of keys that they see."""
+
+    blocks: list[tuple[slice, list[KeyRange]]]
 
 
 def query_blocks(rows: Rows, window: int, max_scores: int | None) -> Iterator[tuple[slice, list[KeyRange]]]:
@@ -94,16 +97,16 @@ class PiecesCall:
             self._pieces = MatmulPieces(query, window, scale, softcap)
 
     def describe(self, rows: Rows) -> QueryBlocks:
-        return ([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)],)
+        return QueryBlocks([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)])
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: QueryBlocks
     ) -> tuple[Tensor, Tensor]:
-        (out, lse), (blocks,) = empty_outputs(query, value), layout
+        out, lse = empty_outputs(query, value)
         inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
         q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in blocks:
+            for block, ranges in layout.blocks:
                 queries = q[:, :, block]
                 results = [
                     self._pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges
@@ -114,12 +117,12 @@ class PiecesCall:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: QueryBlocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (blocks,), dquery = layout, torch.zeros_like(query, memory_format=torch.contiguous_format)
+        dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
         dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
         tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
         g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in blocks:
+            for block, ranges in layout.blocks:
                 block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
                 for keys, offset in ranges:
                     inputs = block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset
