@@ -39,7 +39,12 @@ ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
 """Arguments of a model call that hold images, or types of tokens [R, L]."""
 
 NOT_OF_BACKBONE = {
-    *("labels", "shift_labels", "num_items_in_batch", "output_router_logits", "return_dict", "logits_to_keep"),
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
 }
 """Arguments of a model call that are not passed on to its backbone."""
 

@@ -33,7 +33,7 @@ NAMES = {
         *("BatchSamplerShard._iter_with_no_split", "SeedableRandomSampler.__iter__"),
         *("DataLoaderShard", "DataLoaderDispatcher"),
     ),
-    "accelerate.utils": (*("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),),
+    "accelerate.utils": ("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),
     "accelerate.state": ("AcceleratorState._shared_state",),
     "peft.tuners.tuners_utils": ("BaseTunerLayer.disable_adapters", "BaseTunerLayer.active_adapters"),
     "peft.utils.other": ("AuxiliaryTrainingWrapper",),
