@@ -24,6 +24,7 @@ from ..reasons import Reason
 from . import pace
 from .calls import calls
 from .captures import has_room
+from .examine.comparable import forked_random_state
 from .pace import Pace, Trial
 from .recordable import have_hooks, offloading_reason, unsupported_reason
 from .recording import Inputs, Recording, Unsupported, padded, run_layers
@@ -263,8 +264,7 @@ def is_device_busy(backbone: nn.Module, inputs: Inputs) -> bool:
     """
     device = inputs["input_ids"].device
     try:
-        of_device = [device] if device.type == "cuda" else []
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(of_device):
+        with torch.inference_mode(False), torch.no_grad(), forked_random_state():
             return pace.is_busy(lambda: run_layers(backbone, inputs), device)
     except Exception:
         return True

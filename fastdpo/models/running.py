@@ -20,6 +20,7 @@ from ..ops.choice import notes
 from ..ops.choice.notes import Compiled
 from . import graphs, pace
 from .compiled import CompiledLayers, trainer_compiles
+from .examine.comparable import forked_random_state
 from .graphs import Graphs, Inputs
 from .pace import LEAST_SAVING, MARGIN, Pace
 
@@ -193,7 +194,7 @@ class Runner:
         Where calls replay graphs, these do too, since compiled layers then save nothing of the host's time.
         """
         device, other = inputs["input_ids"].device, self.graphs
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with forked_random_state(), torch.no_grad():
             run = partial(backbone, **inputs)
             first = pace.seconds(run, device)
             after = (other and other.forward(backbone, inputs)) or run
