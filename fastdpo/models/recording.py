@@ -105,7 +105,7 @@ class Recording:
         self._rows.room = room
         forward = functools.partial(run_layers, backbone, self._inputs)
         run, places = segmented(forward, first_layers(backbone), trained)
-        if any(x.route.backend is None for x in self._rows.prepared.values()):
+        if any(x.backend is None for x in self._rows.prepared.values()):
             raise Unsupported(Reason("graphs-attention"))
         self.segments: list[Segment] = []
         self._record(run, places, trained)

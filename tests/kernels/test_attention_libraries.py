@@ -243,7 +243,7 @@ def test_a_window_that_hides_nothing_is_probed_as_none(fault, installed, monkeyp
 def prepared(query, _, value, __, **options):
     """The backend that is kept for a call."""
     options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
-    return routes.prepare(query, value, ROWS, options).route.backend
+    return routes.prepare(query, value, ROWS, options).backend
 
 
 @pytest.mark.parametrize("window", [None, 6])

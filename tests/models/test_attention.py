@@ -117,8 +117,8 @@ def test_routes_of_a_mask_follow_its_rows_and_the_settings(monkeypatch):
     """All layers of a call are given one mask, and gradient checkpointing passes on others of its memory."""
     packed, module, (query, key, value) = packed_attention_of("sdpa")
     mask, asked = LAYOUT.mask.clone(), []
-    stock = routes.route_of
-    monkeypatch.setattr(routes, "route_of", lambda *args: asked.append(args) or stock(*args))
+    stock = routes.chosen
+    monkeypatch.setattr(routes, "chosen", lambda *args: asked.append(args) or stock(*args))
     first, again = (packed(module, query, key, value, x)[0] for x in (mask, mask.detach()))
     assert torch.equal(first, again)
     assert len(asked) == 1

@@ -57,7 +57,7 @@ def _forward(
     """The results of `_fwd`, and what computed them."""
     prepared = routes.prepare(query, value, rows, options)
     prepared, (out, lse) = routes.run(
-        lambda call, layout: call.forward(query, key, value, sinks, layout), prepared, query, value, rows, options
+        lambda call, layout: call.forward(query, key, value, sinks, layout), prepared, query, value, rows
     )
     if prepared.ahead is None:
         return out, lse, prepared
@@ -86,9 +86,8 @@ def _bwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
-    options = AttentionOptions(scale, window, softcap)
-    prepared = routes.prepare(query, value, rows, options)
-    gradients = _backward((grad, query, key, value, out, lse), rows, options, prepared)
+    prepared = routes.prepare(query, value, rows, AttentionOptions(scale, window, softcap))
+    gradients = _backward((grad, query, key, value, out, lse), rows, prepared)
     return *gradients, _gradient_of_sinks(grad, out, lse, sinks, query)
 
 
@@ -101,21 +100,16 @@ def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | N
 
 
 def _backward(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    rows: Tensor,
-    options: AttentionOptions,
-    prepared: Prepared,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], rows: Tensor, prepared: Prepared
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. The inputs are the first ones of `_bwd`."""
     grad, query, key, value, out, lse = inputs
-    prepared, gradients = routes.run(
-        lambda call, layout: call.backward(*inputs, layout), prepared, query, value, rows, options
-    )
+    prepared, gradients = routes.run(lambda call, layout: call.backward(*inputs, layout), prepared, query, value, rows)
     if prepared.ahead is not None:
         (q, k), ahead = prepared.ahead
         inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
-        options = options._replace(window=None)
-        seen = _backward(inputs, ahead, options, routes.prepare(inputs[1], inputs[3], ahead, options))
+        options = prepared.given._replace(window=None)
+        seen = _backward(inputs, ahead, routes.prepare(inputs[1], inputs[3], ahead, options))
         for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
             total[tokens] += gradient
     return gradients
@@ -172,7 +166,7 @@ class _PackedAttention(torch.autograd.Function):
         if ctx.prepared is None or is_traced():
             *gradients, dsinks = _bwd_op(*inputs, rows, sinks, *ctx.options)
         else:
-            gradients = _backward(inputs, rows, ctx.options, ctx.prepared)
+            gradients = _backward(inputs, rows, ctx.prepared)
             dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
         if ctx.of_model:
             gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)

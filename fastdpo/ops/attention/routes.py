@@ -73,74 +73,24 @@ class Kind(NamedTuple):
         return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
 
 
-class AttentionRoute(NamedTuple):
-    """How a kind of call is computed, whatever its layout.
+class Prepared(NamedTuple):
+    """The route of a call, and the rows of a layout in the form that it takes.
 
     Attributes:
+        given: the options of the call.
         options: without a window that hides nothing.
         backend: its name, or None if no backend supports the call, so that `pieces` computes it.
         call: the forward and the backward.
-    """
-
-    options: AttentionOptions
-    backend: str | None
-    call: AttentionCall
-
-
-class Prepared(NamedTuple):
-    """A route, and the rows of a layout in the form that it takes.
-
-    Attributes:
-        options: of the call, as they were given.
-        route: of the call.
         layout: the rows on the device.
         ahead: what islands add, if there are any, and its rows, int32 [I, 4] on the CPU.
     """
 
+    given: AttentionOptions
     options: AttentionOptions
-    route: AttentionRoute
+    backend: str | None
+    call: AttentionCall
     layout: DeviceLayout[Any]
     ahead: tuple[Ahead, Tensor] | None
-
-
-def run(
-    compute: Callable[[AttentionCall, tuple], T],
-    prepared: Prepared,
-    query: Tensor,
-    value: Tensor,
-    rows: Tensor,
-    options: AttentionOptions,
-) -> tuple[Prepared, T]:
-    """What `compute` returns for a call and its layout, and what was run.
-
-    If a backend raises an error, the next one takes its place, and its route that of the given one.
-
-    Raises:
-        ValueError, NotImplementedError: see `prepare`.
-        NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
-    """
-    options_run, backend, call = prepared.route
-    try:
-        return prepared, compute(call, prepared.layout.contents)
-    except torch.OutOfMemoryError:  # no fault of the backend
-        raise
-    except Exception as error:  # a library may raise anything
-        if backend is None:
-            raise
-        kind = Kind.of(query, value, options_run)
-        is_known = replaced.get(kind) == backend  # since the call was prepared
-        if not is_known and (kind in replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        if not is_known:
-            replaced[kind] = backend
-            tuning.withdraw(_tuned(query, value, options_run), backend, reason)
-        second = prepare(query, value, rows, options)
-        other = second.route.backend
-        if not is_known:
-            message = f"{OP}: {backend} has failed and is replaced by {other or 'plain matrix products'}"
-            (report if other is None else warn)(f"{message}: {reason}")
-        return second, compute(second.route.call, second.layout.contents)
 
 
 def prepare(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Prepared:
@@ -167,13 +117,60 @@ def prepare(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOption
     return found
 
 
-def _prepared(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Prepared:
-    route, ahead = route_of(query, value, rows, options), None
+def _prepared(query: Tensor, value: Tensor, rows: Rows, given: AttentionOptions) -> Prepared:
+    """The route depends on the rows by the length of the longest alone. A window as long as that hides nothing.
+    Libraries run other kernels with a window, so what is probed, timed and replaced is the call without it.
+    """
+    options = given._replace(window=_visible_window(given, rows))
+    name, ahead = chosen(query, value, rows, options), None
+    call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
     if rows.ahead is not None:
         tokens, of_islands = rows.ahead
         ahead = DeviceLayout(tokens, query.device).contents, of_islands
-    host = route.call.describe(rows)
-    return Prepared(options, route, DeviceLayout(host, query.device, rows.sizes_with_room(host)), ahead)
+    host = call.describe(rows)
+    return Prepared(given, options, name, call, DeviceLayout(host, query.device, rows.sizes_with_room(host)), ahead)
+
+
+def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:
+    return None if options.window is not None and options.window >= rows.longest > 0 else options.window
+
+
+def run(
+    compute: Callable[[AttentionCall, tuple], T],
+    prepared: Prepared,
+    query: Tensor,
+    value: Tensor,
+    rows: Tensor,
+) -> tuple[Prepared, T]:
+    """What `compute` returns for a call and its layout, and what was run: if a backend raises an error, the next one
+    takes its place.
+
+    Raises:
+        ValueError, NotImplementedError: see `prepare`.
+        NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
+    """
+    backend = prepared.backend
+    try:
+        return prepared, compute(prepared.call, prepared.layout.contents)
+    except torch.OutOfMemoryError:  # no fault of the backend
+        raise
+    except Exception as error:  # a library may raise anything
+        if backend is None:
+            raise
+        kind = Kind.of(query, value, prepared.options)
+        is_known = replaced.get(kind) == backend  # since the call was prepared
+        if not is_known and (kind in replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        if not is_known:
+            replaced[kind] = backend
+            tuning.withdraw(_tuned(query, value, prepared.options), backend, reason)
+        second = prepare(query, value, rows, prepared.given)
+        other = second.backend
+        if not is_known:
+            message = f"{OP}: {backend} has failed and is replaced by {other or 'plain matrix products'}"
+            (report if other is None else warn)(f"{message}: {reason}")
+        return second, compute(second.call, second.layout.contents)
 
 
 def refill(recorded: Rows, rows: Rows) -> bool:
@@ -182,29 +179,13 @@ def refill(recorded: Rows, rows: Rows) -> bool:
     instead and writes nothing.
     """
     found = {id(x): x for x in recorded.prepared.values()}.values()
-    hosts = [rows.described(x.route.call) for x in found]
-    windows = all(_visible_window(x.options, rows) == x.route.options.window for x in found)
+    hosts = [rows.described(x.call) for x in found]
+    windows = all(_visible_window(x.given, rows) == x.options.window for x in found)
     if rows.ahead is not None or not windows or not all(x.layout.takes(y) for x, y in zip(found, hosts, strict=True)):
         return False
     for prepared, host in zip(found, hosts, strict=True):
         prepared.layout.fill(host)
     return True
-
-
-def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> AttentionRoute:
-    """The route of a call. It depends on the rows by the length of the longest alone.
-
-    A window as long as that hides nothing. Libraries run other kernels with a window, so what is probed, timed and
-    replaced is the call without it.
-    """
-    options = options._replace(window=_visible_window(options, rows))
-    name = chosen(query, value, rows, options)
-    call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
-    return AttentionRoute(options, name, call)
-
-
-def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:
-    return None if options.window is not None and options.window >= rows.longest > 0 else options.window
 
 
 def chosen(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str | None:
