@@ -11,7 +11,7 @@ from torch import nn
 from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, known
-from fastdpo.models.mixers.segments import Bounds, Segments
+from fastdpo.models.mixers.segments import Segments
 from fastdpo.testing import float64_throughout
 from tests.support.models.families import HYBRID, WHOLE_ROWS, tiny_family
 from tests.support.models.mixer_errors import largest_error, pairs, results
@@ -88,9 +88,9 @@ def test_sequences_in_one_row():
     """A prompt is shared where that needs fewer chunks, and rows are not padded where it is not."""
     segments = Segments([[0, 0, 0, 50], [0, 30, 50, 20]], CPU)
     bounds = segments.sequences(64, in_one_row=True).bounds
-    assert [each.cu_seqlens.tolist() for each in bounds] == [[0, 50, 100]]
+    assert [each["cu_seqlens"].tolist() for each in bounds] == [[0, 50, 100]]
     bounds = segments.sequences(16, in_one_row=True).bounds
-    assert [each.cu_seqlens.tolist() for each in bounds] == [[0, 30], [0, 20, 40]]
+    assert [each["cu_seqlens"].tolist() for each in bounds] == [[0, 30], [0, 20, 40]]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "mamba"])
@@ -139,7 +139,7 @@ def test_wrong_states_of_kernels_are_detected(monkeypatch, packed_models, caplog
         if sabotage == "parents":
             return sequences._replace(parents=sequences.parents.flip(0))
         roots, branches = sequences.bounds
-        mirrored = Bounds(*(bounds[-1] - bounds.flip(0) for bounds in branches))
+        mirrored = {name: bounds[-1] - bounds.flip(0) for name, bounds in branches.items()}
         return sequences._replace(bounds=(roots, mirrored))
 
     monkeypatch.setattr(Segments, "shared_in_one", property(wrong))

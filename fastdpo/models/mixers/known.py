@@ -114,7 +114,7 @@ class Scan:
             parents = None if i else sequences.parents
             inputs = gather_all(args, self.time, segments.tokens, index)
             named = gather_all(kwargs, self.time, segments.tokens, index)
-            bounds = sequences.bounds[i]._asdict() if sequences.bounds else {}
+            bounds = sequences.bounds[i] if sequences.bounds else {}
             result = original(*inputs, **{**named, **state, **bounds, self.return_state: parents is not None})
             outputs.append(result[0] if isinstance(result, tuple) else result)
             if parents is not None:

@@ -17,18 +17,6 @@ import torch
 from torch import Tensor
 
 
-class Bounds(NamedTuple):
-    """Where the sequences of one row begin and end, under the names of the kernels' arguments.
-
-    Attributes:
-        cu_seqlens: int64 [S + 1], on the device of the tokens.
-        cu_seqlens_cpu: the same on the CPU.
-    """
-
-    cu_seqlens: Tensor
-    cu_seqlens_cpu: Tensor
-
-
 class Sequences(NamedTuple):
     """Batches of sequences that contain all packed tokens.
 
@@ -38,18 +26,20 @@ class Sequences(NamedTuple):
         place: int64 [T], where each packed token is in the flattened batches.
         parents: int64 [B] for each sequence of the second batch, the sequence of the first one in
             whose final state it begins; None if there is one batch.
-        bounds: of the sequences in each batch; None if each sequence is a row of its own.
+        bounds: for each batch, the arguments of a kernel that say where its sequences begin and end: `cu_seqlens`,
+            int64 [S + 1] on the device of the tokens, and `cu_seqlens_cpu`, the same on the CPU. None if each
+            sequence is a row of its own.
     """
 
     batches: tuple[Tensor, ...]
     place: Tensor
     parents: Tensor | None = None
-    bounds: tuple[Bounds, ...] | None = None
+    bounds: tuple[dict[str, Tensor], ...] | None = None
 
     def chunks(self, size: int) -> int:
         """Number of chunks of this many tokens that a scan computes, padding included."""
         if self.bounds is not None:
-            return sum(-(-length // size) for each in self.bounds for length in each.cu_seqlens_cpu.diff().tolist())
+            return sum(-(-length // size) for each in self.bounds for length in each["cu_seqlens_cpu"].diff().tolist())
         return sum(len(batch) * -(-batch.shape[1] // size) for batch in self.batches)
 
 
@@ -146,9 +136,9 @@ class Segments:
         return self._halos[reach]
 
     def _in_one_row(self, *groups: list[np.ndarray]) -> Sequences:
-        bounds = [np.cumsum([0, *map(len, group)]) for group in groups]
-        sequences = self._sequences(*(np.concatenate(group)[None] for group in groups))
-        return sequences._replace(bounds=tuple(Bounds(self._move(x), torch.from_numpy(x)) for x in bounds))
+        ends = [np.cumsum([0, *map(len, group)]) for group in groups]
+        bounds = ({"cu_seqlens": self._move(x), "cu_seqlens_cpu": torch.from_numpy(x)} for x in ends)
+        return self._sequences(*(np.concatenate(group)[None] for group in groups))._replace(bounds=tuple(bounds))
 
     def _sequences(self, *batches: np.ndarray) -> Sequences:
         flat = np.concatenate([batch.ravel() for batch in batches])
