@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -191,17 +191,12 @@ class _Gathered(torch.autograd.Function):
         return grad[ctx.own] * ctx.ranks, None, None
 
 
-class _Heads(NamedTuple):
-    """Query, key and value [1, heads, t, ..] whose heads the ranks divide, and the sinks of the query's heads."""
+def _divisible(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key and value [1, heads, t, ..] whose heads the ranks divide, and the sinks of the query's heads.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-
-
-def _divisible(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranks: int) -> _Heads:
-    """Key heads are repeated to a common multiple of H_kv and P. If P does not divide H, each query head gets its key
+    Key heads are repeated to a common multiple of H_kv and P. If P does not divide H, each query head gets its key
     head, and heads of zeros are added, which attend to zeros.
     """
     heads, of_keys = query.shape[1], key.shape[1]
@@ -212,7 +207,7 @@ def _divisible(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, 
     if idle:
         query, key, value = (F.pad(x, (0, 0, 0, 0, 0, idle)) for x in (query, key, value))
         sinks = None if sinks is None else F.pad(sinks, (0, idle))
-    return _Heads(query, key, value, sinks)
+    return query, key, value, sinks
 
 
 def attend(
@@ -238,8 +233,8 @@ def attend(
         *args, s_aux, **kwargs: further arguments of `forward`. Sinks `s_aux` are [H].
     """
     group, heads, t = _groups[mask.shape[1] - 2], query.shape[1], query.shape[2]
-    *tensors, sinks = _divisible(query, key, value, s_aux, group.ranks)
-    by_rank = [x[0].unflatten(0, (group.ranks, -1)).transpose(1, 2) for x in cast(Sequence[Tensor], tensors)]
+    query, key, value, sinks = _divisible(query, key, value, s_aux, group.ranks)
+    by_rank = [x[0].unflatten(0, (group.ranks, -1)).transpose(1, 2) for x in (query, key, value)]
     shapes = [x.shape[2:] for x in by_rank]  # [P, t, h, D]
     joined = torch.cat([x.flatten(2) for x in by_rank], -1).flatten(0, 1)
     parts = _Exchanged.apply(joined, None, None, group).split([shape.numel() for shape in shapes], -1)
