@@ -50,10 +50,6 @@ class VerificationError(RuntimeError):
         self.differences = differences
 
 
-class NotComparable(Exception):
-    """A model calls `backward` inside of its backward pass, which `torch.autograd.grad` does not see."""
-
-
 class Difference(NamedTuple):
     """A quantity of the fused and the stock side.
 
@@ -109,10 +105,8 @@ def verify(
         obstacle = Reason("verified-ranks")
     else:
         try:
-            _compare(name, model, fused, batch, args, kwargs)
-            calls.outcomes[options.integration, "verified"] += 1
-        except NotComparable:
-            obstacle = Reason("verified-checkpoints")
+            obstacle = _compare(name, model, fused, batch, args, kwargs)
+            calls.outcomes[options.integration, "verified"] += obstacle is None
         except VerificationError as error:
             if options.verify:
                 raise
@@ -126,9 +120,12 @@ def verify(
 
 def _compare(
     name: str, model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
-) -> None:
-    """Compares one call, with gradients if they are enabled. A model with dropout is compared in evaluation mode.
-    Parameters have no gradients meanwhile.
+) -> Reason | None:
+    """Compares one call, with gradients if they are enabled, or returns why it cannot be compared. A model with dropout
+    is compared in evaluation mode. Parameters have no gradients meanwhile.
+
+    Raises:
+        VerificationError: the two sides differ.
     """
     is_random = fused.probe_result is not None and fused.probe_result.is_random
     label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
@@ -150,6 +147,8 @@ def _compare(
                 rounded = outcome(_prior_results, args, kwargs)
         # A recording needs two batches, and is compared with the layers when it is made.
         found = outcome(_fused_results, model, batch._replace(replays=False), kwargs)
+        if any(x.grad is not None for x in model.parameters()):  # by a `backward` inside of the backward pass
+            return Reason("verified-checkpoints")
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
     wrong = ", ".join(str(x) for x in differences if not x.explained)
     if wrong:
@@ -160,6 +159,7 @@ def _compare(
         )
     how = _how(fused, batch)
     logger.info("fastdpo: %s: verified%s; differs in %s", name, how, ", ".join(map(str, differences)))
+    return None
 
 
 def _how(fused: FusedForward, batch: RunnableBatch) -> str:
@@ -229,8 +229,6 @@ def _outcome(
     total = (logps * weights.to(logps)).sum()
     names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(total, parameters, allow_unused=True)
-    if any(p.grad is not None for p in parameters):
-        raise NotComparable
     named = ((name, x) for name, x in zip(names, found, strict=True) if x is not None)
     return _Outcome(values, gradients.sketches(named, gradients.groups_of(model)), others)
 
