@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,7 @@ class CompiledLayers:
         if self.seconds:
             logger.info("fastdpo: %s: compiling its layers took %.1f s", self.name, self.seconds)
             self.seconds = 0.0
-        _compiler.listen()
+        _listen()
         self.kind = torch.is_grad_enabled(), model.training, kind
         self.batches[self.kind] += 1
 
@@ -157,7 +158,7 @@ class CompiledLayers:
             return layer._call_impl(*args, **kwargs)
         if args and args[0].requires_grad and not torch.is_grad_enabled():  # in the first layer, by a hook of PEFT
             args = args[0].detach(), *args[1:]
-        runs, _compiler.call = self.runs, (self, [*args, *kwargs.values()])
+        runs, token = self.runs, _called.set((self, [*args, *kwargs.values()]))
         try:
             output = compiled_run(BACKEND)(layer, args, kwargs)
         except _errors() as error:
@@ -165,7 +166,7 @@ class CompiledLayers:
             self.fail(layer, error)
             return layer._call_impl(*args, **kwargs)
         finally:
-            _compiler.call = None
+            _called.reset(token)
         if self.runs > runs and self.batches[self.kind] > SETTLED and not self.was_reported:
             self.was_reported = True
             cause = _cause(layer=layer, args=args, kwargs=kwargs)
@@ -213,34 +214,32 @@ def trainer_compiles() -> bool:
     return plugin is not None and plugin.backend != DynamoBackend.NO
 
 
-class _Compiler:
-    """What is done where torch finds no graph for a call. Calls that find one take no time for it.
+_called: ContextVar[tuple[CompiledLayers, list[Any]] | None] = ContextVar("fastdpo_called_layers", default=None)
+"""The layers of which one is called, and the arguments."""
 
-    Attributes:
-        call: the layers of which one is called, and the arguments; None between calls.
+_compilation = ExitStack()
+"""What the compiler runs in, if it compiles one of these layers."""
+
+
+def _listen() -> None:
+    """Has torch report where it finds no graph for a call, unless it does. It forgets who listens when it is reset.
+    Calls that find a graph take no time for it.
     """
+    from torch._dynamo.callback import callback_handler
 
-    def __init__(self) -> None:
-        self.call: tuple[CompiledLayers, list[Any]] | None = None
-        self._run = ExitStack()
-
-    def listen(self) -> None:
-        """Has torch report its runs, unless it does. It forgets who listens when it is reset."""
-        from torch._dynamo.callback import callback_handler
-
-        if self._started not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._started)
-            callback_handler.register_end_callback(self._ended)
-
-    def _started(self, _: object) -> None:
-        if self.call is not None:  # otherwise, another program compiles
-            self._run.enter_context(_compiling(*self.call))
-
-    def _ended(self, _: object) -> None:
-        self._run.close()
+    if _started not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_started)
+        callback_handler.register_end_callback(_ended)
 
 
-_compiler = _Compiler()
+def _started(_: object) -> None:
+    called = _called.get()
+    if called is not None:  # otherwise, another program compiles
+        _compilation.enter_context(_compiling(*called))
+
+
+def _ended(_: object) -> None:
+    _compilation.close()
 
 
 @contextmanager
