@@ -12,10 +12,10 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from types import MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -25,17 +25,20 @@ from ..models.batch import as_current
 from ..models.calls import Counted, counted
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
-from ..models.state import ForwardOptions, MakeOutput
-from ..models.structure import Wrapping
+from ..models.state import MODELS, ForwardOptions, MakeOutput
+from ..models.structure import Wrapping, is_training
 from ..reasons import Reason
-from . import shortcuts, switching
+from . import switching
 from .admission.signatures import attribute_of, signature_difference
 from .admission.tested_code import differing
 from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .options import PatchOptions
-from .replacements import Replacements, steps_callback
+from .replacements import Replacements, steps_callback, temporarily
 from .scored_rows import Inputs, ScoredRows, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -293,7 +296,7 @@ class TrainerLine:
             policy = self.policy(trainer)
             if policy is not None:
                 switching.install(policy)
-            shortcuts.install(trainer, state.undo)
+            switching.unwrap_at_once(trainer, state.undo)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the transformers model in a model score batches."""
@@ -336,7 +339,7 @@ class TrainerLine:
         self.replace()
         if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):  # a trainer of transformers
             self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
-            self.wrap("training_step", shortcuts.training_step)
+            self.wrap("training_step", self._training_step)
         logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
 
     def disable(self) -> None:
@@ -377,9 +380,20 @@ class TrainerLine:
         stock(trainer)
         self.prepare(trainer)
 
+    def _training_step(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's function. It sets the mode of each module of the model, which usually is set already."""
+        modules = () if self.state_of(trainer) is None else model.modules()
+        base = next((x for x in modules if x in MODELS and "train" not in vars(x)), None)
+        with nullcontext() if base is None else temporarily(base, train=MethodType(_train, base)):
+            return stock(trainer, model, *args, **kwargs)
+
     def _belongs_to_another(self, trainer: Any) -> bool:
         """Whether the line of a subclass has given a trainer its state, or has left it unpatched."""
         return STATE in vars(trainer) and id(trainer) not in self._trainers
+
+
+def _train(model: PreTrainedModel, mode: bool = True) -> Any:
+    return model if mode and is_training(model) else type(model).train(model, mode)
 
 
 def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:

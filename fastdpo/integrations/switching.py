@@ -1,13 +1,15 @@
-"""PEFT's `disable_adapter` and `set_adapter` without its walks over the model, from what fastdpo knows of it.
+"""What trainers do with a PeftModel in every step, without walks over the model, from what fastdpo knows of it.
 
-By one of them, a trainer makes the policy its own reference in every step. PEFT looks for the layers with adapters
-among all modules, and sets for every weight of an adapter whether it is trained, before and after. To learn whether
-adapters are enabled, it describes each of these layers in words, which takes longer than a forward of small layers.
+By `disable_adapter` or `set_adapter`, a trainer makes the policy its own reference. PEFT looks for the layers with
+adapters among all modules, and sets for every weight of an adapter whether it is trained, before and after. To learn
+whether adapters are enabled, it describes each of these layers in words, which takes longer than a forward of small
+layers. To unwrap the policy, accelerate looks for compiled parts in all modules.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from ..models import pickling
 from ..models.adapters import adapter_modules, peft_model
-from ..models.functions import inner_function
+from ..models.functions import inner_function, module_of
 from ..models.parts import find_base
 from ..models.sharding import is_sharded
 from ..models.state import MODELS, state_of
@@ -54,6 +56,29 @@ def _uninstall(model: Any) -> None:
         if getattr(vars(model).get(function.__name__), "__func__", None) is function:
             del vars(model)[function.__name__]
             pickling.uninstall(model)
+
+
+def unwrap_at_once(trainer: Any, undo: ExitStack) -> None:
+    """Until the stack is closed, has accelerate's `unwrap_model` return a PeftModel at once, unless user code has
+    replaced the function.
+
+    By itself, it looks for compiled parts in all modules, and then returns the same model.
+    """
+    accelerator: Any = getattr(trainer, "accelerator", None)  # ms-swift makes it later
+    peft, stock = sys.modules.get("peft"), getattr(accelerator, "unwrap_model", None)
+    if peft is None or stock is None or not module_of(stock).startswith("accelerate."):
+        return
+
+    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
+        return model if is_bare else stock(model, *args, **kwargs)
+
+    def restore() -> None:
+        if vars(accelerator).get("unwrap_model") is unwrap_model:
+            del accelerator.unwrap_model
+
+    accelerator.unwrap_model = unwrap_model
+    undo.callback(restore)
 
 
 def disable_adapter(model: Any) -> AbstractContextManager[None]:

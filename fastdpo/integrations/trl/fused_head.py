@@ -1,23 +1,27 @@
-"""The function by which TRL's trainers prepare their models since TRL 1.15, `add_fused_lm_head`.
+"""The functions of models that TRL's trainer modules import since TRL 1.15. They are replaced there.
 
-Each trainer module imports it under this name. Replaced there, it gives the models of that trainer
-the fused forward, with TRL's own fused forward behind it for calls that are not supported.
+`add_fused_lm_head`, by which trainers prepare their models, gives them the fused forward, with TRL's own fused forward
+behind it for calls that are not supported. What trainers ask about a model in every step, `is_peft_model` and
+`disable_gradient_checkpointing`, is answered without a walk over its modules.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
 from ...models import forward
-from ...models.parts import text_config
+from ...models.parts import find_base, is_transformers_model, text_config
 from ...models.scoring import router_loss
-from ...models.state import ScoredBatch
+from ...models.state import ScoredBatch, state_of
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..replacements import temporarily
-from ..shortcuts import disable_gradient_checkpointing, is_peft_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -107,3 +111,32 @@ def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) ->
         aux_loss=aux_loss,
         **{name: getattr(tokens, name) for name in _STATISTICS},
     )
+
+
+def is_peft_model(stock: Callable, model: Any) -> bool:
+    """What accelerate returns, by the class of a model that no engine has wrapped.
+
+    accelerate parses the metadata of PEFT and walks all modules.
+    """
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return True
+    is_fused = isinstance(model, nn.Module) and state_of(model) is not None
+    return not (is_fused or is_transformers_model(model)) and stock(model)
+
+
+@contextmanager
+def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
+    embeddings in every step, for which a compiled model is compiled again.
+    """
+    base = model if state_of(model) else find_base(model)
+    fused = None if base is None else state_of(base)
+    with ExitStack() as stack:
+        if base is None or fused is None or fused.unsupported_reason() is not None:
+            stack.enter_context(stock(model, *args, **kwargs))
+        else:
+            for layer in fused.structure.modules_of(base, "gradient_checkpointing"):
+                if layer.gradient_checkpointing:
+                    stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+        yield
