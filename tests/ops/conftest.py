@@ -9,7 +9,7 @@ import torch
 
 from fastdpo.ops.devices import accumulation_dtype
 from fastdpo.ops.head import logit_rows, results
-from fastdpo.ops.head.tile_format import ALIGNMENT
+from fastdpo.ops.head.passes import ALIGNMENT
 
 
 class Trace(NamedTuple):

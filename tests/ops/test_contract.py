@@ -18,7 +18,7 @@ from fastdpo import ops
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import packed_attention
 from fastdpo.ops.head import linear_logps
-from fastdpo.ops.head.tile_format import TileFormat
+from fastdpo.ops.head.passes import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops import attention, heads
 from tests.support.ops.heads import LEAVES, MODES, OUTPUTS, Dropped, doubled

@@ -10,8 +10,8 @@ from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
 from fastdpo.ops.head.linear_logps import linear_logps_bwd, linear_logps_fwd
+from fastdpo.ops.head.passes import TileFormat
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.ops.head.tile_format import TileFormat
 from fastdpo.ops.head.token_logps import token_logps_bwd, token_logps_fwd
 
 N, V, D = 4096, 151_936, 64

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdpo.ops import definitions, linear_logps
-from fastdpo.ops.head.tile_format import TileFormat
+from fastdpo.ops.head.passes import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import (
     LEAVES,

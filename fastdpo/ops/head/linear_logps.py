@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from ... import checks
 from ..devices import accumulation_dtype, is_traced, memory_of
 from ..second_derivatives import gradients_of_definition
 from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
-from .passes import HEAD, HeadCall, backward_pass, empty_outputs, forward_pass, take_kept
+from .passes import HEAD, HeadCall, TileFormat, backward_pass, empty_outputs, forward_pass
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .tile_format import OP, TileFormat
+from .row_warps import OP
 
 MEMORY_BUDGET = 512 << 20
 """The least default, and the default on devices other than GPUs."""
@@ -87,7 +88,7 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept, others = take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
+        kept, others = _take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *others)
@@ -103,6 +104,17 @@ class _LinearLogps(torch.autograd.Function):
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
         grads = backward(*given, hidden, weight, bias, targets, *ctx.scalars)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *others
+
+
+def _take_kept(ctx: Any) -> Tensor:
+    """The gradient tiles that the forward kept. They are freed unless the graph is retained.
+
+    Autograd does not save them, so hooks on saved tensors do not move them to the host with the activations.
+    """
+    kept = ctx.kept
+    if not (torch.compiler.is_compiling() or _retains_graph()):
+        ctx.kept = None
+    return kept
 
 
 def _defined(

@@ -1,4 +1,4 @@
-"""One call of a head: its two passes over all tiles of tokens, and the work on one tile.
+"""One call of a head: the format of its tiles, the work on one of them, and its two passes over all.
 
 Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 """
@@ -6,14 +6,16 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from ...packing import IGNORE_INDEX
-from ..devices import accumulation_dtype
+from ..choice.verdicts import Kernel, disable, works
+from ..devices import accumulation_dtype, constant_while_tracing, is_capturing, memory_of, suits_triton
+from . import row_warps, trials
 from .logit_rows import (
     GradientInputs,
     GradientSum,
@@ -21,24 +23,123 @@ from .logit_rows import (
     empty_gradients,
     gradient_tile_,
     join_results,
+    kernel_tile_rows,
     logit_gradient,
     normalize,
     row_slices,
     split_row_scale,
     sum_block_,
+    tile_rows,
     upstream_scale,
     wide_product,
 )
-from .results import Targets, Transform, empty_results
-from .tile_format import OP, ROW_KERNEL, TARGET_KERNEL, TileFormat
+from .results import LOGGED_STATISTICS, Targets, Transform, empty_results
+from .row_warps import OP, ROW_KERNEL
 
 T = TypeVar("T")
+
+ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
+TARGET_KERNEL = "target_logits"
 
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
     "ScalarType compute_dtype"
 )
 """The first fields of a `HeadCall`, as custom ops declare them."""
+
+
+class TileFormat(NamedTuple):
+    """Size, dtype and kernels of a head's tiles.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: allocated columns of a tile, at least V.
+        dtype: the dtype in which gradient tiles are stored and multiplied.
+        triton: whether Triton kernels make the passes over a tile.
+        row_warps: warps of the kernel that works on a row of a tile, or None for its default.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    triton: bool
+    row_warps: int | None = None
+
+    @staticmethod
+    def of(weight: Tensor, compute_dtype: torch.dtype) -> TileFormat:
+        """The format for a weight [V, D] that is multiplied in `compute_dtype`."""
+        vocabulary = weight.shape[0]
+        if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
+            float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
+            rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
+            return TileFormat(rows, vocabulary, float16_widened, triton=False)
+        columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
+        rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
+        format = TileFormat(rows, columns, compute_dtype, triton=True)
+        return format._replace(row_warps=row_warps.fastest(weight, compute_dtype, partial(_run_tile, format, weight)))
+
+    def rows_within(self, n: int, budget: int) -> int:
+        """How many of n tokens have gradient tiles that fit in `budget` bytes.
+
+        All of them, or those of whole tiles.
+        """
+        fitting = budget // (self.columns * self.dtype.itemsize)
+        return min(n, n if n <= fitting else fitting // self.rows * self.rows)
+
+    def allocate(self, rows: int, weight: Tensor) -> Tensor:
+        """Uninitialized memory [rows, V] on the device of the weight."""
+        memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
+        return memory[:, : weight.shape[0]]
+
+    def replaced(self, weight: Tensor, error: Exception, kernel: str, has_warps: bool) -> TileFormat:
+        """The format with which to repeat a launch that has failed, after one warning.
+
+        A kernel that runs with different numbers of warps runs with the next one that was timed for this weight.
+        Otherwise the kernel is disabled, and PyTorch makes the passes for the rest of the process.
+
+        Args:
+            weight: [V, D].
+            error: what the launch has raised.
+            kernel: the name under which the kernel is tried.
+            has_warps: whether `row_warps` are those of the kernel.
+
+        Raises:
+            NotFused: PyTorch must make the passes, and `FASTDPO_STRICT=1`.
+            Exception: the error, while a CUDA graph is captured.
+        """
+        if is_capturing(weight.device):
+            raise error
+        reason = f"{type(error).__name__}: {error}"
+        others = row_warps.others(self.row_warps, weight, self.dtype, reason) if has_warps else []
+        if others:
+            return self._replace(row_warps=others[0])
+        disable(Kernel(kernel, weight.device, self.dtype), reason)
+        return self._replace(triton=False)
+
+
+@constant_while_tracing
+def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    kernels = trials.OF_LOGITS.items()
+    return suits_triton(device, dtype) and all(works(Kernel(name, device, dtype), trial) for name, trial in kernels)
+
+
+def _run_tile(format: TileFormat, weight: Tensor, warps: int | None) -> None:
+    """Runs forward and backward of a head on the tokens of a tile, or V if there are less. Rows of
+    the weight stand in for hidden states.
+    """
+    from ...kernels.linear_logps import target_logits
+    from ...kernels.token_logps import token_logps_fwd
+
+    trained, transform, wide = weight.requires_grad, Transform(None, 1.0, 1.0), accumulation_dtype(format.dtype)
+    weight = weight.detach().to(format.dtype)
+    hidden = weight[: format.rows].contiguous()
+    targets = torch.arange(len(hidden), device=weight.device)
+    tile = torch.mm(hidden, weight.t(), out=format.allocate(len(hidden), weight))
+    of_targets = target_logits(hidden, weight, None, targets, *transform)
+    token_logps_fwd(tile, targets, *transform, ",".join(LOGGED_STATISTICS), of_targets, tile, warps)
+    wide_product(tile, weight, torch.empty_like(hidden, dtype=wide))
+    if trained:
+        GradientSum(torch.empty_like(weight, dtype=wide), wide, None).add(tile, hidden)
 
 
 class HeadCall(NamedTuple):
@@ -326,16 +427,3 @@ def _visit_tiles(
     for gradient_sum in (weight_sum, bias_sum):
         if gradient_sum is not None:
             gradient_sum.finish()
-
-
-def take_kept(ctx: Any) -> Any:
-    """Returns what the forward kept, such as gradient tiles, and frees it unless the graph is
-    retained.
-
-    Autograd does not save these tensors, so hooks on saved tensors do not move them to the host
-    with the activations.
-    """
-    kept = ctx.kept
-    if not (torch.compiler.is_compiling() or _retains_graph()):
-        ctx.kept = None
-    return kept

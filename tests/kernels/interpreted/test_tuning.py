@@ -14,7 +14,7 @@ from fastdpo.ops.attention import routes
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
-from fastdpo.ops.head import tile_format
+from fastdpo.ops.head import passes, row_warps
 from tests.support.workers import tuning as worker
 from tests.support.workers.processes import run_ranks
 
@@ -42,8 +42,8 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     for name in (tuning.VARIABLE, "FASTDPO_STRICT", routes.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tile_format, "LEAST_TUNED", 0)
-    monkeypatch.setattr(tile_format, "kernel_tile_rows", lambda *arguments: 8)
+    monkeypatch.setattr(row_warps, "LEAST_TUNED", 0)
+    monkeypatch.setattr(passes, "kernel_tile_rows", lambda *arguments: 8)
     monkeypatch.setattr(routes, "LEAST_TUNED", 0)
     tuning.forget()
     yield
@@ -257,7 +257,7 @@ def assert_head_is_right():
 
 
 def warps_of_head():
-    return f"{tile_format.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
+    return f"{passes.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ def test_a_head_whose_kernels_all_fail_in_a_step_is_computed_by_pytorch(chosen_w
     assert [message.partition(" on ")[0] for message in caplog.messages[1:]] == [
         "fastdpo: the kernel token_logps is disabled"
     ]
-    assert not tile_format.TileFormat.of(head()[1], torch.float16).triton
+    assert not passes.TileFormat.of(head()[1], torch.float16).triton
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(NotFused, match=r"the kernel token_logps is disabled .*RuntimeError: invalid argument"):
         assert_head_is_right()
@@ -394,7 +394,7 @@ def test_a_backward_that_fails_in_a_step_is_computed_by_pytorch(wanted, chosen_w
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("10 GiB"), RuntimeError("while a graph is captured")])
 def test_an_error_that_is_no_fault_of_a_kernel_is_raised(error, chosen_warps, monkeypatch, caplog):
-    monkeypatch.setattr(tile_format, "is_capturing", lambda device: True)
+    monkeypatch.setattr(passes, "is_capturing", lambda device: True)
     monkeypatch.setattr(token_logps, "token_logps_fwd", raising(error))
     with pytest.raises(type(error), match=str(error)):
         ops.linear_logps(*head())

@@ -21,7 +21,7 @@ from fastdpo.models.examine import probe
 from fastdpo.ops.attention import routes, triton_backend
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.devices import in_new_thread
-from fastdpo.ops.head import linear_logps, tile_format
+from fastdpo.ops.head import linear_logps, row_warps
 
 LONG = (600, 300, 200)  # tokens of prompt, chosen and rejected: enough for attention to be tuned
 SHORT = tuple((20, 9, 5 + i) for i in range(20))  # every remainder by 16
@@ -89,7 +89,7 @@ def install(capability: int) -> Recorder:
     verdicts.TRIED_DEVICES = ("cpu",)
     verdicts.outcome = routes.outcome = recorder.run_trial
     tuning.milliseconds = recorder.run_candidate
-    tile_format.LEAST_TUNED = 0
+    row_warps.LEAST_TUNED = 0
     return recorder
 
 
