@@ -12,23 +12,25 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from ..models import pickling
 from ..models.adapters import adapter_modules, peft_model
+from ..models.contents import Container, containers_in, copy_of, is_own
 from ..models.functions import inner_function, module_of
 from ..models.parts import find_base
 from ..models.sharding import is_sharded
 from ..models.state import MODELS, state_of
+from ..models.structure import are_equal
 from .admission import packages
 from .replacements import temporarily
 
-if TYPE_CHECKING:
-    from ..models.structure import Identity
+_children_of, _parameters_of, _variables_of = map(attrgetter, ("_modules", "_parameters", "__dict__"))
 
 _installed: WeakSet[Any] = WeakSet()
 
@@ -125,20 +127,42 @@ def set_adapter(model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Non
 class _Switch:
     """Switches adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
 
-    What PEFT sets depends on the layers and on which adapters are active in them, both of which stay the same for as
-    long as the identity of the model does, and on nothing that was set before. So it is set again without PEFT.
+    What PEFT sets depends on what it reads, such as the names of active adapters, and on nothing that was set before.
+    So it is set again without PEFT, for as long as that stays the same.
 
     Args:
+        base: the model inside of the PeftModel.
+
+    Attributes:
         layers: those with adapters.
-        remembers: whether what PEFT has set once is set again without it.
     """
 
-    def __init__(self, layers: list[Any], remembers: bool) -> None:
-        self.layers = layers
-        known = {x for x in layers if remembers and _is_switched_by_peft(x)}
+    def __init__(self, base: nn.Module) -> None:
+        self.layers = layers = [module for _, module in adapter_modules(base)]
+        known = set() if is_sharded(base) else {x for x in layers if _is_switched_by_peft(x)}
         self._remembered, self._others = [x for x in layers if x in known], [x for x in layers if x not in known]
         self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
         self._requires_grad: dict[object, list[bool]] = {}
+        self._modules = [*base.modules()]
+        self._parents = [x for x in self._modules if x._modules]
+        self._leaves = [x for x in self._modules if not x._modules]
+        self._holders = [*dict.fromkeys(x for layer in self._remembered for x in _adapter_holders(layer))]
+        attributes = (x for layer in layers for name, x in vars(layer).items() if is_own(name))
+        self._containers = [*containers_in(attributes)]
+        self._was = [[copy_of(x) if isinstance(x, Container) else x for x in each] for each in self._read()]
+
+    def fits(self) -> bool:
+        """Whether PEFT would find the same layers and set the same tensors, if the adapters were switched now."""
+        return all(map(are_equal, self._read(), self._was))
+
+    def _read(self) -> Iterator[list[Any]]:
+        """What PEFT reads when it switches adapters. Other attributes of the model do not matter."""
+        yield [*map(_variables_of, self.layers)]  # first, since it tells whether adapters are enabled
+        yield [*map(_children_of, self._parents)]
+        yield [any(map(_children_of, self._leaves))]
+        yield [*map(type, self._modules)]
+        yield [*map(_parameters_of, self._holders)]
+        yield self._containers
 
     def enable(self, enabled: bool = True) -> None:
         """Enables or disables all adapters."""
@@ -196,7 +220,11 @@ def _adapter_tensors(layer: Any) -> Iterator[Tensor]:
             yield from (tensor for tensor in tensors if tensor.is_leaf)
 
 
-_switches: WeakKeyDictionary[Identity, _Switch] = WeakKeyDictionary()
+def _adapter_holders(layer: Any) -> Iterator[nn.Module]:
+    """The modules of a layer that hold these tensors."""
+    for name in layer.adapter_layer_names:
+        outer = getattr(layer, name)
+        yield from (x for x in outer.modules() if x is not outer or not isinstance(outer, nn.ModuleDict))
 
 
 def _switch_of(model: Any) -> _Switch | None:
@@ -208,11 +236,10 @@ def _switch_of(model: Any) -> _Switch | None:
         return None
     if getattr(model.base_model, "model", None) is not base:
         return None
-    identity = fused.structure.identity(base)
-    switch = _switches.get(identity)
+    known = (identity.switch for identity in fused.structure.identities)
+    switch = next((x for x in known if x is not None and x.fits()), None)
     if switch is None:
-        layers = [module for _, module in adapter_modules(base)]
-        switch = _switches[identity] = _Switch(layers, remembers=not is_sharded(base))
+        switch = fused.structure.identity(base).switch = _Switch(base)
     return switch
 
 

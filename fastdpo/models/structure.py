@@ -83,8 +83,8 @@ class _Part(NamedTuple):
     def describes(self, module: nn.Module) -> bool:
         return (
             (self.module, self.kind) == (module, type(module))
-            and _are_equal(vars(module), self.attributes)
-            and _are_equal(self.containers, self.copies)
+            and are_equal(vars(module), self.attributes)
+            and are_equal(self.containers, self.copies)
             and _written(self.buffers) == self.written
             and [*map(len, _registries_of(module))] == self.sizes
         )
@@ -118,9 +118,11 @@ class Identity:
         hash: of this model, and of its hooks. Valid in this process.
         trained: which parameters are trained, as a number that is not 0. It is 0 if none is, and in evaluation mode.
         verdict: what `deciding` has found out about the model as it was.
+        switch: by which `integrations.switching` disables and enables adapters in the model as it was.
     """
 
     verdict: Any = None
+    switch: Any = None
 
     def __init__(self, model: PreTrainedModel, cache: dict[int, _Part]):
         sharded = is_sharded(model)
@@ -161,12 +163,12 @@ class Identity:
         """Whether a model is as it was, given the present attributes of the modules that are called in it."""
         return (
             self.modules[0] is model
-            and _are_equal(attributes, self._attributes)  # first, since it tells modes and adapters apart
+            and are_equal(attributes, self._attributes)  # first, since it tells modes and adapters apart
             and not any(self._empty)
-            and _are_equal(self._containers, self._contents)
-            and _are_equal([*map(_children_of, self._holders)], self._children_were)
-            and _are_equal(self._of_model(model), self._of_model_was)
-            and _are_equal(self._others(model), self._others_were)
+            and are_equal(self._containers, self._contents)
+            and are_equal([*map(_children_of, self._holders)], self._children_were)
+            and are_equal(self._of_model(model), self._of_model_was)
+            and are_equal(self._others(model), self._others_were)
         )
 
     def of_kind(self, kind: type | str) -> list[nn.Module]:
@@ -202,34 +204,38 @@ class Identity:
 
 
 class Structure:
-    """The latest identities of one model. Keeps its modules alive, so that no id is used twice."""
+    """The latest identities of one model. Keeps its modules alive, so that no id is used twice.
+
+    Attributes:
+        identities: of the same modules, the most recently used first.
+    """
 
     def __init__(self) -> None:
         self._cache: dict[int, _Part] = {}  # by id of a module
-        self._identities: list[Identity] = []  # of the same modules, the most recently used first
+        self.identities: list[Identity] = []
 
     def identity(self, model: PreTrainedModel) -> Identity:
         """The identity of the model as it is now. The same object as before if nothing has changed."""
-        attributes = [*map(_variables_of, self._identities[0].called)] if self._identities else []
-        latest = next((x for x in self._identities if x.describes(model, attributes)), None)
+        attributes = [*map(_variables_of, self.identities[0].called)] if self.identities else []
+        latest = next((x for x in self.identities if x.describes(model, attributes)), None)
         if latest is None:
             latest = Identity(model, self._cache)
             if len(self._cache) > 2 * len(latest.modules):
                 self._cache = {id(module): self._cache[id(module)] for module in latest.modules}
-            self._identities = [x for x in self._identities if x.modules == latest.modules]  # no replaced module
-        self._identities = [latest, *(x for x in self._identities if x is not latest)][:MAX_IDENTITIES]
+            self.identities = [x for x in self.identities if x.modules == latest.modules]  # no replaced module
+        self.identities = [latest, *(x for x in self.identities if x is not latest)][:MAX_IDENTITIES]
         return latest
 
     def forget_verdicts(self) -> None:
         """Has the next call of the model ask again what has been found out about it."""
-        for identity in self._identities:
+        for identity in self.identities:
             identity.verdict = None
 
     def modules_of(self, model: nn.Module, kind: type | str) -> list[nn.Module]:
         """The modules of a class, or with an attribute of a name, that the model had when its identity was last asked
         for, or those that it has now if its identity is not known yet.
         """
-        return self._identities[0].of_kind(kind) if self._identities else _of_kind(model.modules(), kind)
+        return self.identities[0].of_kind(kind) if self.identities else _of_kind(model.modules(), kind)
 
 
 def _is_holder(module: nn.Module) -> bool:
@@ -331,7 +337,7 @@ def additions_to(module: nn.Module) -> Iterator[object]:
         yield identity_of(forward)
 
 
-def _are_equal(present: object, cached: object) -> bool:
+def are_equal(present: object, cached: object) -> bool:
     try:
         return bool(present == cached)  # values that are the same object are equal, whatever they are
     except (RuntimeError, ValueError):  # raised by tensors and arrays

@@ -92,6 +92,9 @@ def test_no_module_is_looked_for(monkeypatch):
     first.q_proj = copy.deepcopy(second.q_proj)
     disabled()
     assert not disabled()
+    second.q_proj.lora_A.default.inner = copy.deepcopy(first.q_proj)  # in a module that had no others
+    disabled()
+    assert not disabled()
     own = BaseTuner._enable_adapter_layers
     monkeypatch.setattr(type(model.base_model), own.__name__, lambda self, enabled: own(self, enabled=enabled))
     assert disabled()
@@ -101,9 +104,17 @@ def freeze(model):
     next(x for x in model.parameters() if x.requires_grad).requires_grad_(False)
 
 
+def replace_weight(model):
+    """By a new parameter, wherever the adapter keeps it."""
+    name, x = next((name, x) for name, x in model.named_parameters() if ".default" in name and x.is_leaf)
+    module, _, name = name.rpartition(".")
+    model.get_submodule(module)._parameters[name] = torch.nn.Parameter(x.detach().clone(), requires_grad=False)
+
+
 CHANGES = {
     "none": lambda model: None,
     "froze a weight": freeze,
+    "replaced a weight": replace_weight,
     "one more adapter": lambda model: model.add_adapter("other", model.peft_config["default"]),
     "another one is active": lambda model: model.set_adapter("other"),
     "merged": lambda model: model.merge_adapter(),
@@ -201,10 +212,18 @@ def test_adapters_outside_of_the_transformers_model():
     assert {x.disable_adapters for x in adapter_layers(model)} == {False}
 
 
-def test_a_layer_with_a_function_of_its_own():
+@pytest.mark.parametrize("in_class", [False, True])
+def test_a_layer_with_a_function_of_its_own(in_class):
     model = fastdpo.prepare(trained_adapter(tiny_model()))
     enabled, layer = [], adapter_layers(model)[0]
-    layer.enable_adapters = enabled.append
+    for _ in range(2):
+        with model.disable_adapter():
+            pass
+    if in_class:
+        own = {"enable_adapters": lambda self, value: enabled.append(value)}
+        layer.__class__ = type("Own", (type(layer),), own)
+    else:
+        layer.enable_adapters = enabled.append
     for _ in range(2):
         with model.disable_adapter():
             pass
