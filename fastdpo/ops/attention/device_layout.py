@@ -61,23 +61,6 @@ class AttentionCall(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """A way to compute a whole layout at once, listed in `routes.BACKENDS`."""
-
-    @property
-    def needs_probe(self) -> bool:
-        """Whether the backend must match fastdpo's kernels on a small test case before its use."""
-        ...
-
-    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        """Why the backend cannot compute this call, or None if it can."""
-        ...
-
-    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> AttentionCall:
-        """The call for supported inputs, of which only the shapes, the dtype and the device are read."""
-        ...
-
-
 class Piece(NamedTuple):
     """Contiguous packed tokens that are a part of a row.
 

@@ -51,7 +51,7 @@ def query_blocks(rows: Rows, window: int, max_scores: int | None) -> Iterator[tu
     Every query of a block sees at least one key of each range.
 
     Args:
-        rows: as in `packed_attention`.
+        rows: of a layout.
         window: at most T.
         max_scores: maximum number of scores of one head in a piece; None if the scores are not
             stored.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,12 +36,30 @@ from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
 from ..devices import current_stream, is_capturing, suits_triton
 from . import device_layout, trials
-from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, Backend, DeviceLayout, Rows, rows_of
+from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, DeviceLayout, Rows, rows_of
 from .flash import LIBRARIES
 from .pieces import PiecesCall
 from .triton_backend import TritonBackend
 
 T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """A way to compute a whole layout at once."""
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether the backend must compute a small case right before its use (see `passes_probe`)."""
+        ...
+
+    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+        """Why the backend cannot compute this call, or None if it can."""
+        ...
+
+    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> AttentionCall:
+        """The call for supported inputs, of which only the shapes, the dtype and the device are read."""
+        ...
+
 
 TRITON, OWN = "triton", TritonBackend()
 BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
@@ -49,7 +67,6 @@ BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
 
 VARIABLE = "FASTDPO_ATTENTION"
 LEAST_TUNED = 1024  # packed tokens
-
 
 replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
 _is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=False)

@@ -165,6 +165,7 @@ def bucket(size: int) -> int:
 
 
 def decided(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choice:
+    """The choice for a kind of call, which is noted if it is measured here. The arguments are those of `choose`."""
     names = [candidate.name for candidate in candidates]
     if len(names) == 1:
         return Choice(builtin, {})
