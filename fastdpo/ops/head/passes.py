@@ -41,12 +41,6 @@ T = TypeVar("T")
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
 TARGET_KERNEL = "target_logits"
 
-HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
-    "ScalarType compute_dtype"
-)
-"""The first fields of a `HeadCall`, as custom ops declare them."""
-
 
 class TileFormat(NamedTuple):
     """Size, dtype and kernels of a head's tiles.
@@ -142,11 +136,15 @@ def _run_tile(format: TileFormat, weight: Tensor, warps: int | None) -> None:
         GradientSum(torch.empty_like(weight, dtype=wide), wide, None).add(tile, hidden)
 
 
-class HeadCall(NamedTuple):
-    """The common arguments of the forward and backward ops of a head.
+HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
+    "ScalarType compute_dtype"
+)
+"""The fields of a `HeadCall`, as custom ops declare them."""
 
-    Custom ops take them flat.
-    """
+
+class HeadCall(NamedTuple):
+    """The common arguments of the forward and backward ops of a head, which take them flat."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]

@@ -22,7 +22,6 @@ from .results import Targets, TokenLogps, Transform, empty_results, named_result
 
 OP = "token_logps"
 
-
 TRANSFORM = "float? softcap, float logit_scale, float temperature"
 BACKWARD = f"Tensor targets, Tensor[] sums, {TRANSFORM}"
 
@@ -41,13 +40,13 @@ def token_logps_fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tens
 
         return kernels.token_logps_fwd(logits, targets, *transform, statistics)
     dtype = accumulation_dtype(logits.dtype)
-    split, parts = Targets.of(OP, targets, logits.shape[1]), []
+    columns, parts = Targets.of(OP, targets, logits.shape[1]), []
     for rows in block_slices(logits, dtype):
-        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), split.of_rows(rows)
+        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), columns.of_rows(rows)
         target_logits = of_rows.read(z).masked_fill_(of_rows.unknown, torch.nan)
         parts.append(sum_block_(z, of_rows, target_logits, statistics)[0])
         del z  # frees the block before the next one is allocated
-    return join_results(parts, logits, split.ignored, statistics)
+    return join_results(parts, logits, columns.ignored, statistics)
 
 
 @token_logps_fwd.register_fake
@@ -103,9 +102,9 @@ def _write_gradient(
     dtype = accumulation_dtype(logits.dtype)
     upstream = (None if g is None else g.to(dtype) for g in (grad_logps, grad_entropy))
     inputs = GradientInputs(*sums, *upstream)
-    split = Targets.of(OP, targets, logits.shape[1])
+    columns = Targets.of(OP, targets, logits.shape[1])
     for rows in block_slices(logits, dtype):
-        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), split.of_rows(rows)
+        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), columns.of_rows(rows)
         block = logit_gradient(z, of_rows, inputs.of_rows(rows), transform)
         grad[rows] = block.masked_fill_(of_rows.ignored[:, None], 0)
         del z, block  # frees the block before the next one is allocated
