@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from fastdpo.ops import PreferenceObjective, preference_loss
-from fastdpo.ops.losses.objectives import LOSSES, OF_TRL, REFERENCE_FREE
+from fastdpo.ops.losses.objectives import REFERENCE_FREE
 
 BETA, EPS, GAMMA = 0.4, 0.15, 0.8
-OTHERS = [name for name in LOSSES if name not in OF_TRL]
+OTHERS = ["cdpo", "ipo_sum", "simpo", "simpo_sum"]
 
 
 def formula(name: str, c: Tensor, r: Tensor, ref_c: Tensor, ref_r: Tensor, n_c: Tensor, n_r: Tensor) -> Tensor:

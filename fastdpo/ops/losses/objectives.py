@@ -246,17 +246,12 @@ def _simpo_sum(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     return _smoothed(objective.beta * margins - objective.simpo_gamma, objective.label_smoothing)
 
 
-_OF_TRL = (
+_LOSSES = (
     *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _aot, _aot_unpaired, _apo_zero),
-    *(_apo_down, _discopop, _sft, _sigmoid_norm),
+    *(_apo_down, _discopop, _sft, _sigmoid_norm, _cdpo, _ipo_sum, _simpo, _simpo_sum),
 )
-_OTHERS = (_cdpo, _ipo_sum, _simpo, _simpo_sum)
-LOSSES: dict[str, Callable[[LossInputs, PreferenceObjective], Tensor]] = {
-    x.__name__[1:]: x for x in (*_OF_TRL, *_OTHERS)
-}
+LOSSES: dict[str, Callable[[LossInputs, PreferenceObjective], Tensor]] = {x.__name__[1:]: x for x in _LOSSES}
 """By their names, which are those of the functions and, for the losses of TRL's DPOTrainer, those of TRL."""
-
-OF_TRL = tuple(x.__name__[1:] for x in _OF_TRL)
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired", "cdpo", "simpo", "simpo_sum")
 """The losses that use label smoothing.
