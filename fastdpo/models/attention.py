@@ -30,8 +30,8 @@ from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
 from . import sequence_group
-from .mixers import running
-from .mixers.running import Witness
+from .mixers import current
+from .mixers.current import Witness
 from .parts import language_model, text_config
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def witness() -> Iterator[Witness]:
     may be another one under autocast.
     """
     recorded = Witness()
-    token = running.witness.set(recorded)
+    token = current.witness.set(recorded)
     try:
         with routes.trial():
             yield recorded
     finally:
-        running.witness.reset(token)
+        current.witness.reset(token)
 
 
 def switch(model: PreTrainedModel) -> None:
@@ -101,9 +101,9 @@ def switch(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     language_model(model).set_attn_implementation(name)
-    current = present(model)
-    if current != name:
-        raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
+    if present(model) != name:
+        got = present(model)
+        raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {got}")
     _hooks_of_mixers().switch(model)
 
 
@@ -152,7 +152,7 @@ def _attention(prior: str) -> Callable:
 
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
         packed = is_layout(attention_mask)
-        if not torch.compiler.is_compiling() and (recorded := running.witness.get()) is not None:
+        if not torch.compiler.is_compiling() and (recorded := current.witness.get()) is not None:
             recorded.layouts += packed
             recorded.others += not packed
             recorded.windows.add(kwargs.get("sliding_window"))

@@ -8,7 +8,7 @@ reads tokens in order, so packed tokens reach its functions as sequences:
                        convolutions and recurrences, in PyTorch code or as the kernel of a package
     function_probe.py  compares a known function on packed tokens with whole rows
     finding.py         which modules of a model are mixers, and whether they are supported
-    running.py         the mixer that runs now, and the functions that it has called
+    current.py         the mixer that runs now, and the functions that it has called
     hooks.py           takes a layout from a mixer's arguments, and checks what the mixer called;
                        runs mixers of other functions on whole rows
     modeling_files.py  replaces known functions in the globals of modeling files, and restores them

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...accuracy import MIXER_BOUND, MIXER_KERNEL_BOUND, row_errors
 from ...logs import warn
 from ...reasons import Reason
-from . import running
+from . import current
+from .current import RunningMixer
 from .finding import called_by, functions_of, mixers_of
 from .known import KNOWN, REFUSED, calls_kernel, wrapper
-from .running import RunningMixer
 from .segments import Segments, gather, gather_all
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def _results(name: str, original: Callable, device: torch.device, run: Callable[
 
 def _packed(name: str, original: Callable, segments: Segments, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """What a mixer gets from its function, for the tokens of all rows [R, ...]."""
-    running.begin(RunningMixer(segments, frozenset({name})))
+    current.begin(RunningMixer(segments, frozenset({name})))
     try:
         result = wrapper(name, original)(*args, **kwargs)
     finally:
-        running.end()
+        current.end()
     (index,), time = segments.whole_rows.batches, KNOWN[name].time
     return _rows_of(gather(_output(result), time, index), time, index < segments.tokens)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...packing import is_layout
-from . import modeling_files, running
+from . import current, modeling_files
+from .current import RunningMixer
 from .finding import called_by, mixers_of
-from .running import RunningMixer
 from .segments import collect, gather_all, segments_of
 
 if TYPE_CHECKING:
@@ -109,17 +109,17 @@ def _without(layout: Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 @torch.compiler.disable(reason="its indices depend on a layout")
 def _begin_whole_rows(layout: Tensor, device: torch.device, arguments: tuple) -> tuple:
     segments = segments_of(layout, device)
-    running.begin(RunningMixer(segments, frozenset()))
+    current.begin(RunningMixer(segments, frozenset()))
     (index,) = segments.whole_rows.batches
     return gather_all(arguments, 1, segments.tokens, index)
 
 
-@torch.compiler.disable(reason="see `running`")
+@torch.compiler.disable(reason="see `current`")
 def _collect_rows(mixer: nn.Module, output: Any) -> Any:
-    ran = running.end()
+    ran = current.end()
     if ran is None or output is None:  # None: the mixer raised
         return output
-    running.record(mixer)
+    current.record(mixer)
     sequences = ran.segments.whole_rows
     (index,), place = sequences.batches, sequences.place
 
@@ -134,15 +134,15 @@ def _begin_packed(mixer: nn.Module, layout: Tensor, device: torch.device) -> Non
     expected = called_by(mixer)
     if not expected:
         raise RuntimeError(f"the functions that {type(mixer).__name__} calls have been replaced since it was examined")
-    running.begin(RunningMixer(segments_of(layout, device), expected))
+    current.begin(RunningMixer(segments_of(layout, device), expected))
 
 
-@torch.compiler.disable(reason="see `running`")
+@torch.compiler.disable(reason="see `current`")
 def _end(mixer: nn.Module, raised: bool) -> None:
-    ran = running.end()
+    ran = current.end()
     if ran is None or raised:  # checkpointing raises when it has what it needs
         return
     missed = ran.expected - ran.called
     if missed:
         raise RuntimeError(f"{type(mixer).__name__} did not call {', '.join(sorted(missed))} on packed tokens")
-    running.record(mixer)
+    current.record(mixer)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functions import inner_function
-from .running import running
+from . import current
 from .segments import Segments, collect, gather, gather_all
 
 Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]
@@ -174,7 +174,7 @@ def wrapper(name: str, original: Callable) -> Callable:
 
     @torch.compiler.disable(reason="it may run on packed tokens, whose layout is read on the host")
     def of_one_row(*args: Any, **kwargs: Any) -> Any:
-        mixer = running()
+        mixer = current.mixer()
         if mixer is None or not mixer.expected:
             return original(*args, **kwargs)
         if name in WHOLE_MIXERS:

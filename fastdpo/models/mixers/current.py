@@ -56,20 +56,20 @@ witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=None
 """What records the calls of attention and of mixers now."""
 
 
-def running() -> RunningMixer | None:
+def mixer() -> RunningMixer | None:
     """The mixer that runs in this thread, which in a backward pass may be another one."""
     return getattr(_running, "mixer", None)
 
 
-def begin(mixer: RunningMixer) -> None:
-    _running.mixer = mixer
+def begin(running: RunningMixer) -> None:
+    _running.mixer = running
 
 
 def end() -> RunningMixer | None:
     """The mixer that ran until now."""
-    mixer = running()
+    ran = mixer()
     _running.mixer = None
-    return mixer
+    return ran
 
 
 def record(module: nn.Module) -> None:
