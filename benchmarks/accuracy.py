@@ -26,6 +26,7 @@ from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
 from benchmarks.tables import short_commit, wrap
+from benchmarks.worker import optional_packages
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,8 @@ def measure(quick: bool = False) -> dict[str, Any]:
         errors: dict[str, Any] = {}
         for name, build in track(PEERS.items(), description=regime):
             try:
-                head = build(HeadWorkload(TOKENS, V, D, trainable=True, dtype="bfloat16"))
+                with optional_packages():
+                    head = build(HeadWorkload(TOKENS, V, D, trainable=True, dtype="bfloat16"))
                 runs = [run(head, h, weight, y) for h, y in zip(hidden, targets, strict=True)]
             except Unavailable as reason:
                 errors[name] = {"unavailable": str(reason)}

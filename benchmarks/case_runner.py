@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from rich.progress import Progress
 
 from benchmarks.cases import Arrays, Case, Side, Suite, Unavailable
 from benchmarks.equality import compare_to_truth, describe_failures
-from benchmarks.worker import InProcessWorker, OutOfMemory, Worker, WorkerError
+from benchmarks.worker import InProcessWorker, OutOfMemory, OutOfTime, Worker, WorkerError
 
 MEASURED, INCORRECT, FAILED, UNAVAILABLE = "measured", "incorrect", "failed", "unavailable"
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
 """The status of a side. One that is out of memory is a result: it says what the side needs, next to the weights of the
 others if they take turns.
 """
+ERRORS = {INCORRECT, FAILED, OUT_OF_TIME}
 
 
 class CaseRunner:
     """One run of a case.
 
-    A side that is incorrect, fails, runs out of memory or is unavailable is dropped and gets no samples.
+    A side that is incorrect, fails, runs out of memory or is unavailable is dropped and gets no samples, as is one that
+    is not checked in time. Those that are have one pass over the batches at least.
 
     Args:
         suite: the suite of the case.
@@ -32,7 +35,7 @@ class CaseRunner:
         rounds: number of passes over the batches.
         threads: number of threads of each side.
         progress: shows what is being done.
-        end: the time of `time.monotonic` after which no further pass begins.
+        end: the time of `time.monotonic` at which sides must be checked, and after which no further pass begins.
         one_by_one: whether to finish each side before the next one is loaded. Sides in turn meet the same speed of
             a host, which varies by a third within seconds on some machines, but all their weights are in memory.
     """
@@ -70,6 +73,9 @@ class CaseRunner:
                     self._check(side, truths)
                 self._measure()
                 self._close()
+        except Unavailable as reason:  # the ground truth, and so each side
+            for record in self.records.values():
+                record |= {"status": UNAVAILABLE, "reason": str(reason)}
         finally:
             self._close()
             self.progress.remove_task(self.task)
@@ -115,12 +121,13 @@ class CaseRunner:
         for side in sides:
             self.workers[side.name] = self.worker_class(side.build, side.workload, side.options, self.threads)
         for side in sides:
-            batches = self._try(side.name, lambda worker: worker.ready())
+            batches = self._try(side.name, lambda worker: worker.ready(), self.end)
             self.batches = batches or self.batches
 
     def _check(self, side: Side, truths: dict[Any, Arrays]) -> None:
-        self._show(f"checking {side.name}")
-        arrays = self._try(side.name, lambda worker: worker.request("check"))
+        if side.name in self.workers:
+            self._show(f"checking {side.name}")
+        arrays = self._try(side.name, lambda worker: worker.request("check"), self.end)
         if arrays is None or not side.compared:
             return
         checks = compare_to_truth(arrays, truths[side.workload])
@@ -150,19 +157,22 @@ class CaseRunner:
         while self.workers:
             self.workers.popitem()[1].close()
 
-    def _try(self, name: str, function: Callable[[Worker | InProcessWorker], Any]) -> Any:
-        """The result of `function` on a side's worker.
+    def _try(self, name: str, function: Callable[[Worker | InProcessWorker], Any], end: float = float("inf")) -> Any:
+        """The result of `function` on a side's worker, which must have it at a time of `time.monotonic`.
 
         None if the side was dropped, before or by this call.
         """
         if name not in self.workers:
             return None
+        self.workers[name].patience = None if end == float("inf") else max(end - time.monotonic(), 0)
         try:
             return function(self.workers[name])
         except Unavailable as reason:
             status = UNAVAILABLE, str(reason)
         except OutOfMemory as reason:
             status = OUT_OF_MEMORY, str(reason)
+        except OutOfTime as reason:
+            status = OUT_OF_TIME, str(reason)
         except WorkerError as reason:
             status = FAILED, str(reason)
         self._drop(name, *status)  # here, where no exception holds the tensors of the side
@@ -171,6 +181,11 @@ class CaseRunner:
     def _drop(self, name: str, status: str, reason: str) -> None:
         self.workers.pop(name).close()
         self.records[name] |= {"status": status, "reason": reason}
+        style, text = "bold red" if status in ERRORS else "dim", f"{self.case.name}: {name}: {status}: {reason}"
+        self.progress.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def _show(self, activity: str, total: int | None = None) -> None:
+        if not self.progress.console.is_terminal:  # a log has no bars
+            line = f"{datetime.now():%T} {self.case.name}: {activity}"
+            self.progress.console.print(line, markup=False, soft_wrap=True)
         self.progress.update(self.task, description=f"{self.case.name}: {activity}", total=total, completed=0)

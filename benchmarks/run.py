@@ -3,8 +3,8 @@
     python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick]
     [--resume] [--sides REGEX] [--seconds N]
 
-The exit code is 1 if a side is incorrect or failed. Such a side gets no time, nor does one that runs
-out of memory, which is a result.
+The exit code is 1 if a side is incorrect or failed, or could not be checked in time. Such a side gets no time, nor does
+one that runs out of memory, which is a result.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import machine, tables
-from benchmarks.case_runner import FAILED, INCORRECT, CaseRunner
+from benchmarks.case_runner import ERRORS, CaseRunner
 from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
 PACKAGES = (
     *("torch", "transformers", "trl", "llamafactory", "fastdpo", "peft", "accelerate"),
-    *("cut-cross-entropy", "liger-kernel", "quack-kernels"),
+    *("cut-cross-entropy", "liger-kernel", "quack-kernels", "bitsandbytes"),
 )
-ERRORS = {INCORRECT, FAILED}
 QUICK_ROUNDS = 2
 RESUME_FIELDS = ("suite", "machine", "versions", "quick", "rounds")
 """Fields that must be equal in a resumed run. Each case has the commit that it was measured at."""
@@ -96,14 +95,6 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
             result["summary"] = summarize(result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             progress.advance(task)
-            for name, side in records[0]["sides"].items():
-                if side["reason"]:
-                    progress.console.print(
-                        f"{case.name}: {name}: {side['status']}: {side['reason']}",
-                        style="bold red" if side["status"] in ERRORS else "dim",
-                        markup=False,
-                        soft_wrap=True,
-                    )
     return result
 
 
@@ -118,9 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sides", default="", metavar="REGEX", help="run only sides whose name matches")
     parser.add_argument("--rounds", type=int, help="passes over the batches of each case; default: the suite's own")
     parser.add_argument("--threads", type=int, default=2, help="number of threads of each side; default: 2")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="after so many, begin no further case or pass over batches"
-    )
+    of_seconds = "after so many, check no further side and begin no further case or pass over batches"
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=of_seconds)
     parser.add_argument(
         "--resume", action="store_true", help="keep the cases in the JSON file and run only the missing ones"
     )

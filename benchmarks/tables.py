@@ -238,9 +238,9 @@ TABLES = {
 
 
 def table(result: Result) -> str:
-    """The table of a suite. On a GPU the suite `step` has other sides than `step_table` shows."""
-    on_gpu = result["suite"] == "step" and "accelerator" in result["machine"]
-    return sides_table(result) if on_gpu else TABLES.get(result["suite"], sides_table)(result)
+    """The table of a suite. The cases that the suite `step` has on a GPU have other sides than `step_table` shows."""
+    of_gpu = result["suite"] == "step" and not any(LABELLED in case["sides"] for case in result["cases"])
+    return sides_table(result) if of_gpu else TABLES.get(result["suite"], sides_table)(result)
 
 
 def overview(results: dict[str, Result]) -> str:

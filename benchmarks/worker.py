@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from benchmarks.peak import PeakAboveBaseline
 
 LOG_LINES = 15
-OPTIONAL_PACKAGES = {"trl", "datasets", "llamafactory"}
+OPTIONAL_PACKAGES = {
+    *("trl", "datasets", "llamafactory", "bitsandbytes"),
+    *("cut_cross_entropy", "cutlass", "liger_kernel", "quack"),
+}
 """A side that needs one of these is unavailable without it."""
 TRAINER = "llamafactory.train.dpo.trainer" if find_spec("llamafactory") else "trl.trainer.dpo_trainer"
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", TRAINER]
@@ -43,11 +46,20 @@ class OutOfMemory(RuntimeError):
     """The side of a worker needs more memory than there is."""
 
 
+class OutOfTime(RuntimeError):
+    """A worker has not answered in time."""
+
+
 class Worker:
     """The caller's end of a worker process.
 
     The process builds its side at once; `ready()` waits until it is built.
+
+    Attributes:
+        patience: how many seconds the next response may take; None for any number. A worker that takes longer ends.
     """
+
+    patience: float | None = None
 
     def __init__(self, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
         self._log = Path(tempfile.mkstemp(prefix="benchmark-", suffix=".log")[1])
@@ -63,6 +75,7 @@ class Worker:
         Raises:
             Unavailable: the side cannot run on this machine.
             OutOfMemory: it needs more memory than there is.
+            OutOfTime: it has taken longer than `patience`.
             WorkerError: the side could not be built.
         """
         return self._receive()
@@ -71,7 +84,7 @@ class Worker:
         """Sends the request "check", "step" or "facts" and returns the response.
 
         Raises:
-            Unavailable, OutOfMemory, WorkerError: as in `ready`.
+            Unavailable, OutOfMemory, OutOfTime, WorkerError: as in `ready`.
         """
         with suppress(OSError):  # the last output of a dead process is still in the pipe or in the log
             self._pipe.send((name, *arguments))
@@ -86,6 +99,9 @@ class Worker:
         self._log.unlink(missing_ok=True)
 
     def _receive(self) -> Any:
+        if not self._pipe.poll(self.patience):
+            self._process.kill()
+            raise OutOfTime("--seconds are over")
         try:
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
@@ -104,8 +120,10 @@ class Worker:
 class InProcessWorker:
     """A side in this process, with the methods of `Worker`.
 
-    Avoids the seconds that a GPU context takes to create.
+    Avoids the seconds that a GPU context takes to create. What has begun ends, however long it takes.
     """
+
+    patience: float | None = None
 
     def __init__(self, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
         self._arguments = build, workload, options
@@ -135,6 +153,8 @@ class InProcessWorker:
     def _as_worker_error(self) -> Iterator[None]:
         import torch
 
+        if self.patience == 0:
+            raise OutOfTime("--seconds are over")
         try:
             yield
         except Unavailable:
@@ -153,13 +173,20 @@ def build_side(build: str, workload: Any, options: dict[str, Any]) -> Any:
             machine.
     """
     module, _, name = build.partition(":")
+    with optional_packages():
+        return getattr(importlib.import_module(module), name)(workload, **options)
+
+
+@contextmanager
+def optional_packages() -> Iterator[None]:
+    """Raises `Unavailable` where one of `OPTIONAL_PACKAGES` cannot be imported."""
     try:
-        imported = importlib.import_module(module)
+        yield
     except ModuleNotFoundError as reason:
-        if reason.name not in OPTIONAL_PACKAGES:
+        package = (reason.name or "").partition(".")[0]
+        if package not in OPTIONAL_PACKAGES:
             raise
-        raise Unavailable(f"{reason.name} is not installed") from None
-    return getattr(imported, name)(workload, **options)
+        raise Unavailable(f"{package} is not installed") from None
 
 
 def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:

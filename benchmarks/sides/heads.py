@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -148,10 +147,7 @@ def build_torch(workload: HeadWorkload, compiled: bool = False) -> Head:
 
 
 def build_trl(workload: HeadWorkload) -> Head:
-    try:
-        from trl.kernels import ChunkedLogProbFunction
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
+    from trl.kernels import ChunkedLogProbFunction
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
         logps, entropy, _, mean_logits, is_top1 = ChunkedLogProbFunction.apply(
@@ -176,20 +172,16 @@ def build_torch_fused(workload: HeadWorkload) -> Head:
 def build_cut_cross_entropy(workload: HeadWorkload) -> Head:
     _require_log_probs_only(workload)
     _require_gpu()
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
+    from cut_cross_entropy import linear_cross_entropy
+
     return _negated(linear_cross_entropy, workload)
 
 
 def build_liger(workload: HeadWorkload) -> Head:
     _require_log_probs_only(workload)
     _require_gpu()
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
     return _negated(liger_fused_linear_cross_entropy, workload)
 
 
@@ -197,12 +189,10 @@ def build_liger_scaled(workload: HeadWorkload) -> Head:
     """It can also compute the entropy, and runs on every device."""
     if not {*workload.statistics} <= {"entropy"}:
         raise Unavailable("computes log-probs and entropy only")
-    try:
-        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
-    if torch.cuda.is_available() and find_spec("cutlass") is None:
-        raise Unavailable("its kernels for CUDA need nvidia-cutlass-dsl")
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    if torch.cuda.is_available():
+        import cutlass  # noqa: F401
     return_entropy = "entropy" in workload.statistics
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
@@ -219,10 +209,8 @@ def build_quack(workload: HeadWorkload) -> Head:
     """The chunked function of QuACK where the log-probs are summed, and else the one with a loss for each token."""
     _require_log_probs_only(workload)
     _require_gpu()
-    try:
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy, linear_cross_entropy_func
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy, linear_cross_entropy_func
+
     if workload.summed:
         return _negated(chunked_linear_cross_entropy, workload)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Arrays, Unavailable
+from benchmarks.cases import Arrays
 from benchmarks.sides.heads import ExactHead, HeadInputs, HeadWorkload
 from fastdpo import ops
 
@@ -115,10 +115,8 @@ class LigerLoss(_Loss):
 
     def __init__(self, inputs: LossInputs) -> None:
         super().__init__(inputs)
-        try:
-            from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-        except ImportError as reason:
-            raise Unavailable(f"not installed ({reason})") from None
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+
         self.loss = LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False)
         self.hidden = inputs.padded(inputs.hidden.detach()).requires_grad_()
         self.targets = inputs.padded(inputs.targets, IGNORED)

@@ -1,6 +1,7 @@
 """Faulty sides, for which a benchmark must not report a time. The tests create them in workers."""
 
 import os
+import time
 
 import torch
 
@@ -48,6 +49,14 @@ class Raises(HeadStep):
 
     def __init__(self, workload: HeadWorkload) -> None:
         raise ValueError("too large")
+
+
+class Slow(Faulty):
+    """Takes a minute to be checked."""
+
+    def check(self) -> Arrays:
+        time.sleep(60)
+        return super().check()
 
 
 class NeedsMemory(Faulty):

@@ -1,6 +1,8 @@
 """`benchmarks.device_tests` runs tests in several processes, and says what it does."""
 
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,23 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true")
 """
 """The options that `device_tests` gives each process."""
+
+
+SLOW = """
+import time
+
+
+def test_passes():
+    pass
+
+
+def test_fails():
+    raise AssertionError
+
+
+def test_takes_a_minute():
+    time.sleep(60)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +69,17 @@ def test_a_process_that_fails_is_shown_and_running_nothing_is_a_failure(options,
     assert device_tests.main([*OPTIONS, "--jobs", "1", *logs]) == 0
     assert device_tests.main([*OPTIONS, "--jobs", "1", *logs, *options]) == 1
     assert shown in capsys.readouterr().out
+
+
+def test_a_process_ends_in_time_and_shows_what_has_failed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_some.py").write_text(SLOW)
+    (tmp_path / "pytest.ini").touch()
+    monkeypatch.setattr(device_tests, "TESTS", (str(tmp_path),))
+    log = tmp_path / "logs" / "tests-0.log"
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: float(log.exists() and "FAILED" in log.read_text()))
+    monkeypatch.setattr(device_tests, "time", clock)
+    assert device_tests.main([*OPTIONS, "--jobs", "1", "--logs", str(tmp_path / "logs"), "--seconds", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search("tests-0.log, exit status -9:\n.*::test_fails FAILED", printed)
+    assert "test_passes" not in printed

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,16 +302,30 @@ def test_a_pattern_that_matches_no_case_is_an_error():
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
 
 
-def test_a_run_ends_after_its_seconds(run_cases, monkeypatch, capsys):
-    """With what it has: the passes over the batches of a case that have begun, and no further case."""
-    clock = SimpleNamespace(monotonic=partial(next, itertools.count()))
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_run_ends_after_its_seconds(in_process, run_cases, monkeypatch, capsys):
+    """With what it has: the sides that were checked in time, the passes over their batches that have begun, and no
+    further case. What takes too long in another process ends.
+    """
+    seconds = 1000.0
+    before = [0.0] * 6  # it begins, and a case, in which two sides are loaded and one is checked, and another not
+    passes = [seconds + 1 if in_process else seconds - 0.2, seconds - 0.1, seconds + 1]
+    clock = SimpleNamespace(monotonic=partial(next, itertools.chain(before[1:], passes, itertools.repeat(passes[-1]))))
     for module in (run, case_runner):
         monkeypatch.setattr(module, "time", clock)
-    cases = [Case(name, "group", (head_side(SUBJECT),)) for name in ("a", "b")]
-    code, result = run_cases("head", cases, "--rounds", "5", "--seconds", "2.5")
-    assert code == 0
-    assert [len(x["sides"][SUBJECT]["samples"]) for x in result["cases"]] == [2]
-    assert "b: left out, since --seconds 2.5 are over" in capsys.readouterr().out
+    if in_process:
+        monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
+    cases = [Case(name, "group", (head_side(SUBJECT), Side("slow", "sabotaged:Slow", WORK))) for name in ("a", "b")]
+    began = time.monotonic()
+    code, result = run_cases("head", cases, "--rounds", "5", "--seconds", str(seconds))
+    assert time.monotonic() - began < 50
+    assert code == 1
+    (case,) = result["cases"]
+    assert len(case["sides"][SUBJECT]["samples"]) == 2
+    assert case["sides"]["slow"]["status"] == "out of time"
+    printed = capsys.readouterr().out
+    assert "a: slow: out of time: --seconds are over" in printed
+    assert "b: left out, since --seconds 1000 are over" in printed
 
 
 def test_a_run_resumes_an_earlier_run(run_cases, monkeypatch):
