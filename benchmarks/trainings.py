@@ -123,6 +123,8 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
         start = now()
         trainer.train()
         seconds = now() - start
+    if bool(fastdpo.calls) != (options is not None):
+        raise RuntimeError(f"calls must be {'stock' if options is None else 'fused'}; got {dict(fastdpo.calls)}")
     of_steps = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     before["train() up to its first step"] = clock.ends[0] - start
@@ -133,6 +135,7 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
         "step_seconds": of_steps,
         "peak_bytes": peak,
         "logs": clock.logs,
+        "calls": {" ".join(call): n for call, n in fastdpo.calls.items()},
         "messages": logged,
     }
 

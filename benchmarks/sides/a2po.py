@@ -41,7 +41,7 @@ class A2POStep(TrainerStep):
     """Policy forward and backward, reference forward. No generation, no optimizer."""
 
     TRAINER = "trl.A2POTrainer"
-    FUSED = frozenset({("trl.A2POTrainer", kind, "fused") for kind in ("policy", "reference")})
+    SHARES = False
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> GivenCompletions:
         options = trainer_options(workload, directory)
@@ -54,7 +54,6 @@ class A2POStep(TrainerStep):
             processing_class=build_tokenizer(),
         )
         trainer.ref_model.load_state_dict(w.build_model(workload, w.REFERENCE).state_dict())  # not a copy of the policy
-        trainer.current_gradient_accumulation_steps = 1
         return trainer
 
     def _inputs(self, workload: Workload, batch: int) -> tuple[Tensor, Tensor, int]:

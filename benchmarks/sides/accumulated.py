@@ -38,7 +38,6 @@ class _Accumulated(_OfProcessor, TrainerStep):
 
     def __init__(self, workload: AccumulatedWorkload, mode: str, **options: Any) -> None:
         super().__init__(workload, mode, **options)
-        self.trainer.current_gradient_accumulation_steps = self.accumulation = workload.accumulation
         self.trainer.args.train_sampling_strategy = "sequential"
         self.loaders = []
         for batch in range(self.batches):

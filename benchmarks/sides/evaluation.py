@@ -15,7 +15,7 @@ from benchmarks.sides.workload import Workload
 class EvaluationStep(TrainerStep):
     """Computes loss and metrics from policy and reference, without gradients."""
 
-    FUSED = frozenset({("trl.DPOTrainer", "eval", "fused"), ("trl.DPOTrainer", "reference", "fused")})
+    KINDS = ("eval", "reference")
 
     def __init__(self, workload: Workload, mode: str) -> None:
         super().__init__(workload, mode)

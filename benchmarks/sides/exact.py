@@ -56,6 +56,10 @@ class ExactStep:
         policy = self._build_policy()
         reference = policy if self.workload.lora or not self.HAS_REFERENCE else self._build(w.REFERENCE)
         if exact:
+            if self.workload.quantized:
+                policy.get_base_model().dequantize()  # to the numbers that the codes stand for, as trainable weights
+                for name, x in policy.named_parameters():
+                    x.requires_grad_("lora_" in name)
             policy.double()
             reference.double()
         if self.workload.checkpointing:

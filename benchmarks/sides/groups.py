@@ -68,10 +68,9 @@ class GroupStep(TrainerStep):
     """
 
     def __init__(self, workload: GroupWorkload, mode: str, max_tokens: Literal["auto"] | None = None) -> None:
-        kinds = ("policy", "reference", *["old_policy"] * (workload.trainer == "RLOO"))
         self.TRAINER = f"trl.{workload.trainer}Trainer"
-        self.FUSED = frozenset({(self.TRAINER, kind, "fused") for kind in kinds})
-        self.accumulation = workload.accumulation
+        self.KINDS = "policy", "reference", *["old_policy"] * (workload.trainer == "RLOO")
+        self.SHARES = workload.accumulation == 1
         super().__init__(workload, mode, max_tokens=max_tokens)
         for _ in range(STEPS_OF_LEARNING if max_tokens == "auto" else 0):
             self._run_all()
@@ -87,15 +86,13 @@ class GroupStep(TrainerStep):
         options["steps_per_generation"] = accumulation
         options |= {"per_device_train_batch_size": n // accumulation, "num_generations": COMPLETIONS, "beta": BETA}
         is_grpo = workload.trainer == "GRPO"
-        trainer = (GivenGRPO if is_grpo else GivenRLOO)(
+        return (GivenGRPO if is_grpo else GivenRLOO)(
             model=policy,
             reward_funcs=lambda prompts, **columns: rewards(len(prompts)),
             args=(GRPOConfig if is_grpo else RLOOConfig)(**options),
             train_dataset=Dataset.from_list([{"prompt": "<eos>"}] * n),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = accumulation
-        return trainer
 
     def _inputs(self, workload: GroupWorkload, batch: int) -> list[tuple[list[int], list[int]]]:
         return rows(workload, batch)

@@ -7,20 +7,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from datasets import disable_progress_bars as quiet_datasets
 from trl import KTOConfig, KTOTrainer
 
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import BETA, ExactStep
-from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
+from benchmarks.sides.trainer import Tokenized, TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import Workload
 
 
-class TokenizedKTOTrainer(KTOTrainer):
-    """Accepts a dataset that is already tokenized."""
-
-    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
-        return dataset
+class TokenizedKTOTrainer(Tokenized, KTOTrainer): ...
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, Any]]:
@@ -45,19 +40,16 @@ class KTOStep(TrainerStep):
     """Policy forward and backward, its pass for the KL term, reference forward. No optimizer."""
 
     TRAINER = "trl.KTOTrainer"
-    FUSED = frozenset({("trl.KTOTrainer", kind, "fused") for kind in ("policy", "reference")})
+    SHARES = False
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> KTOTrainer:
-        quiet_datasets()
-        trainer = TokenizedKTOTrainer(
+        return TokenizedKTOTrainer(
             model=w.build_model(workload, w.POLICY, attention),
             ref_model=w.build_model(workload, w.REFERENCE, attention).eval(),  # as from_pretrained returns it
             args=KTOConfig(**trainer_options(workload, directory)),
             train_dataset=Dataset.from_list(examples(workload, 0)),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = 1
-        return trainer
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         return examples(workload, batch)

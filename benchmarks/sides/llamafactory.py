@@ -23,7 +23,6 @@ class LlamaFactoryStep(TrainerStep):
     """Policy forward and backward, reference forward. No optimizer."""
 
     TRAINER = "llamafactory.DPOTrainer"
-    FUSED = frozenset({("llamafactory.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> CustomDPOTrainer:
         arguments = dict(
@@ -46,7 +45,7 @@ class LlamaFactoryStep(TrainerStep):
         collator = PairwiseDataCollatorWithPadding(
             template=template, model=policy, pad_to_multiple_of=8, label_pad_token_id=IGNORE_INDEX, tokenizer=tokenizer
         )
-        trainer = CustomDPOTrainer(
+        return CustomDPOTrainer(
             model=policy,
             ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),
             finetuning_args=finetuning,
@@ -55,8 +54,6 @@ class LlamaFactoryStep(TrainerStep):
             data_collator=collator,
             tokenizer=tokenizer,
         )
-        trainer.current_gradient_accumulation_steps = 1
-        return trainer
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         return [_tokenized(pair, workload.max_length) for pair in workload.examples(batch)]

@@ -50,10 +50,9 @@ class OnlineStep(TrainerStep):
     """Policy forward and backward, reference forward. No generation, no optimizer."""
 
     TRAINER = "trl.OnlineDPOTrainer"
-    FUSED = frozenset({("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")})
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> GivenCompletions:
-        trainer = GivenCompletions(
+        return GivenCompletions(
             model=w.build_model(workload, w.POLICY, attention),
             ref_model=w.build_model(workload, w.REFERENCE, attention),
             reward_funcs=prefer_first_half,
@@ -61,8 +60,6 @@ class OnlineStep(TrainerStep):
             train_dataset=Dataset.from_list([{"prompt": "<eos>"}] * len(workload.batches[0])),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = 1
-        return trainer
 
     def _inputs(self, workload: Workload, batch: int) -> tuple[torch.Tensor, ...]:
         return completions(workload, batch)

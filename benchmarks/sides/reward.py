@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from datasets import disable_progress_bars as quiet_datasets
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from trl import RewardConfig, RewardTrainer
@@ -45,19 +44,16 @@ class RewardStep(TrainerStep):
     """Forward and backward of a reward model. No optimizer."""
 
     TRAINER = "trl.RewardTrainer"
-    FUSED = frozenset({("trl.RewardTrainer", "policy", "fused")})
+    KINDS = ("policy",)
     SCORES = "rewards"
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> RewardTrainer:
-        quiet_datasets()
-        trainer = RewardTrainer(
+        return RewardTrainer(
             model=build_model(workload, attention),
             args=RewardConfig(**trainer_options(workload, directory)),
             train_dataset=Dataset.from_list(examples(workload, 0)),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = 1
-        return trainer
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         return examples(workload, batch)

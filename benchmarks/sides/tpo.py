@@ -10,21 +10,16 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
-from datasets import disable_progress_bars as quiet_datasets
 from torch import Tensor
 from trl.experimental.tpo import TPOConfig, TPOTrainer, tpo_trainer
 
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import BETA, ExactStep, Results
-from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
+from benchmarks.sides.trainer import Tokenized, TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import Workload
 
 
-class TokenizedTPOTrainer(TPOTrainer):
-    """Accepts a dataset that is already tokenized."""
-
-    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
-        return dataset
+class TokenizedTPOTrainer(Tokenized, TPOTrainer): ...
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
@@ -37,18 +32,15 @@ class TPOStep(TrainerStep):
     """Policy forward and backward. No optimizer."""
 
     TRAINER = "trl.TPOTrainer"
-    FUSED = frozenset({("trl.TPOTrainer", "policy", "fused")})
+    KINDS = ("policy",)
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> TPOTrainer:
-        quiet_datasets()
-        trainer = TokenizedTPOTrainer(
+        return TokenizedTPOTrainer(
             model=w.build_model(workload, w.POLICY, attention),
             args=TPOConfig(**trainer_options(workload, directory), beta=BETA),
             train_dataset=Dataset.from_list(examples(workload, 0)),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = 1
-        return trainer
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         return examples(workload, batch)

@@ -54,11 +54,14 @@ FLASH: dict[str, Callable[[], bool]] = {
 """Attention implementations of transformers that need a package, and whether it is there."""
 
 
-class TokenizedTrainer(DPOTrainer):
-    """Accepts a dataset that is already tokenized."""
+class Tokenized:
+    """A trainer that accepts a dataset that is already tokenized."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset
+
+
+class TokenizedTrainer(Tokenized, DPOTrainer): ...
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -84,7 +87,6 @@ def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
 
 def build_trainer(workload: Workload, directory: Path, attention: str, **options: Any) -> DPOTrainer:
     """A `DPOTrainer` with the default loss (sigmoid, beta 0.1). `options` are fields of `DPOConfig`."""
-    quiet_datasets()
     config = DPOConfig(**trainer_options(workload, directory), **options)
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY, attention),
@@ -97,7 +99,6 @@ def build_trainer(workload: Workload, directory: Path, attention: str, **options
     if workload.lora:
         w.fill_adapters(trainer.model)
     # What `train()` does before its first step.
-    trainer.current_gradient_accumulation_steps = 1
     if config.use_liger_kernel:
         apply_liger(trainer)
     if workload.checkpointing:
@@ -155,8 +156,10 @@ class TrainerStep:
     """
 
     TRAINER = "trl.DPOTrainer"
-    FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
-    """The calls that a patched trainer must have made, and no others."""
+    KINDS: tuple[str, ...] = ("policy", "reference")
+    """The fused calls that a patched trainer must have made, and no others."""
+    SHARES = True
+    """Whether rows of a batch have a prompt in common."""
     SCORES = "log-probs"
     """What is compared of each model."""
     LAUNCHES = True
@@ -192,9 +195,13 @@ class TrainerStep:
                 weakref.finalize(self, chosen.stop)
             fastdpo.patch(self.TRAINER, share_prompts=share_prompts, max_tokens=max_tokens, compile=compile)
         self.attention, self.shares, self.compiles = attention, share_prompts, compiled or layers_compiled
+        self.four_bit_weights = len(w.PROJECTIONS) * workload.size.layers if workload.quantized else 0
+        self.accumulation = workload.accumulation
         self.labelled = score_labelled_positions() if mode == "labelled" else None
+        quiet_datasets()
         with TemporaryDirectory() as directory:
             self.trainer = self._build(workload, Path(directory), attention)
+        self.trainer.current_gradient_accumulation_steps = self.accumulation  # as `train()` does
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.batches = len(workload.batches)
         self.inputs = [self._inputs(workload, i) for i in range(self.batches)]
@@ -204,6 +211,7 @@ class TrainerStep:
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.tokens_of_batches: dict[int, int] = {}  # by batch, those of its last step
         self.messages = self.settled = list[str]()
+        self.calls = fastdpo.calls.copy()
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> Any:
         return build_trainer(workload, directory, attention, **self.options)
@@ -266,10 +274,11 @@ class TrainerStep:
                 scores[name].append(self._in_order(of_batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
-        replayed = {(*called, "replayed") for *called, _ in self.FUSED}
-        made = set(fastdpo.calls) - (replayed if self.decides else set())
-        if self.fused and made != self.FUSED | (replayed if self.graphs else set()):
-            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
+        paths = ["fused", *["replayed"] * self.graphs] if self.fused else []
+        made = {call for call in fastdpo.calls if not self.decides or call[-1] != "replayed"}
+        if made != {(self.TRAINER, kind, path) for kind in self.KINDS for path in paths}:
+            raise RuntimeError(f"the calls must be {' and '.join(paths) or 'stock'} only; got {dict(fastdpo.calls)}")
+        self.calls = fastdpo.calls.copy()
         arrays = {name: torch.cat(values) for name, values in scores.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
         return {name: value.cpu().numpy() for name, value in arrays.items()}
@@ -325,6 +334,10 @@ class TrainerStep:
         Raises:
             RuntimeError: they were others.
         """
+        timed = fastdpo.calls - self.calls
+        fused, replayed = (sum(n for (*_, path), n in timed.items() if path == x) for x in ("fused", "replayed"))
+        if self.graphs and replayed < 0.9 * fused:
+            raise RuntimeError(f"the side must replay graphs; of {fused} calls since the check it replayed {replayed}")
         if self.compiles and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             raise RuntimeError("the side must run compiled code; nothing was compiled")
         if self.labelled is not None and not self.labelled["asked"]:
@@ -334,9 +347,14 @@ class TrainerStep:
         runs = self.trainer.model.config._attn_implementation
         if self.attention in FLASH and runs != self.attention:
             raise RuntimeError(f"the side must run {self.attention}; its model runs {runs}")
-        counts = [tokens[self.TRAINER, kind] for kind in ("unshared", "computed")]
-        if self.fused and not self.shares and counts[0] != counts[1]:
-            raise RuntimeError(f"the side must share no prompts; of {counts[0]} tokens it computed {counts[1]}")
+        unshared, computed = (tokens[self.TRAINER, kind] for kind in ("unshared", "computed"))
+        shared = computed < unshared
+        if self.fused and shared != self.shares and (shared or self.SHARES):
+            rule = "prompts" if self.shares else "no prompts"
+            raise RuntimeError(f"the side must share {rule}; of {unshared} tokens it computed {computed}")
+        states = [state for x in self.model.parameters() if (state := getattr(x, "quant_state", None))]
+        if len(states) != self.four_bit_weights or any(state.quant_type != "nf4" for state in states):
+            raise RuntimeError(f"{self.four_bit_weights} weights of the side must be quantized; {len(states)} are")
 
     def facts(self) -> dict[str, Any]:
         """Tokens per step in the backbones of policy and reference, including padding, and what was decided."""

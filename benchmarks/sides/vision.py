@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from datasets import disable_progress_bars as quiet_datasets
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
@@ -116,7 +115,6 @@ class VisionStep(TrainerStep):
     """Policy forward and backward, reference forward, image towers included. No optimizer."""
 
     def _build(self, workload: VisionWorkload, directory: Path, attention: str) -> DPOTrainer:
-        quiet_datasets()
         trainer = TokenizedTrainer(
             model=build_model(workload, w.POLICY, attention),
             ref_model=None if workload.lora else build_model(workload, w.REFERENCE, attention),
@@ -128,7 +126,6 @@ class VisionStep(TrainerStep):
         )
         if workload.lora:
             w.fill_adapters(trainer.model)
-        trainer.current_gradient_accumulation_steps = 1
         return trainer
 
     def _examples(self, workload: VisionWorkload, batch: int) -> list[dict[str, Any]]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 PAD, EOS, FIRST_REGULAR_TOKEN = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
 MAX_COMPARED = 20_000_000  # elements of a gradient
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a layer
 
 COMPLETIONS = 8  # of each prompt, in `GroupWorkload`
 
@@ -77,6 +78,7 @@ class Workload:
             the model without adapters as the reference. Otherwise full fine-tuning.
         bf16: whether to run under autocast to bfloat16, as with `DPOConfig(bf16=True)`.
         weights: dtype of the model.
+        quantized: whether the projections hold 4-bit codes of such weights, in the nf4 of bitsandbytes, as in QLoRA.
         checkpointing: whether to use gradient checkpointing in every layer.
         size: size of the model.
         max_length: maximum number of tokens of a row; longer rows are truncated.
@@ -89,6 +91,7 @@ class Workload:
     lora: bool = False
     bf16: bool = False
     weights: str = "float32"
+    quantized: bool = False
     checkpointing: bool = False
     size: ModelSize = field(default_factory=ModelSize)
     max_length: int = 3072
@@ -98,7 +101,8 @@ class Workload:
 
     @property
     def dtype(self) -> str:
-        return f"{self.weights} weights, bfloat16 autocast" if self.bf16 else self.weights
+        weights = f"nf4 of {self.weights}" if self.quantized else self.weights
+        return f"{weights} weights, bfloat16 autocast" if self.bf16 else weights
 
     def examples(self, batch: int) -> list[dict[str, list[int]]]:
         """The pairs of a batch in the format of TRL's collator."""
@@ -219,12 +223,30 @@ def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTr
     torch.manual_seed(seed)
     with device():  # generating billions of random numbers takes minutes on a CPU
         dtype = getattr(torch, workload.weights)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return in_four_bits(model) if workload.quantized else model
+
+
+def in_four_bits(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model as it is loaded for QLoRA. At 8B, both together need 22 GB.
+
+    Raises:
+        ModuleNotFoundError: bitsandbytes is not installed.
+    """
+    import bitsandbytes  # noqa: F401
+
+    kind = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        dtype=model.dtype,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, **kind),
+    )
 
 
 def lora_config() -> LoraConfig:
-    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM")
+    return LoraConfig(r=16, lora_alpha=32, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
 
 
 def fill_adapters(model: torch.nn.Module) -> None:

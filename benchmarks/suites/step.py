@@ -66,12 +66,14 @@ PAIRS, GPU_PAIRS = 6, 8  # on a GPU, TRL's default
 
 GPU_SIZE = ModelSize(24, 896, 4864, 14, 2, 151_936)  # Qwen2.5-0.5B
 GPU_LARGE = ModelSize(36, 4096, 12_288, 32, 8, 151_936)  # Qwen3-8B
-GPU_MODELS = {  # size, LoRA, gradient checkpointing, datasets
-    "0.5B, full": (GPU_SIZE, False, False, tuple(PROFILES)),
-    "0.5B, full, checkpointing": (GPU_SIZE, False, True, tuple(PROFILES)),
-    "1.5B, full, checkpointing": (ModelSize(28, 1536, 8960, 12, 2, 151_936), False, True, SHORT),  # Qwen2.5
-    "8B, LoRA, checkpointing": (GPU_LARGE, True, True, SHORT),
-    "8B, LoRA": (GPU_LARGE, True, False, SHORT),
+LORA, CHECKPOINTING = {"lora": True}, {"checkpointing": True}
+GPU_MODELS: dict[str, tuple[ModelSize, dict[str, bool], Iterable[str]]] = {  # size, options, datasets
+    "0.5B, full": (GPU_SIZE, {}, PROFILES),
+    "0.5B, full, checkpointing": (GPU_SIZE, CHECKPOINTING, PROFILES),
+    "1.5B, full, checkpointing": (ModelSize(28, 1536, 8960, 12, 2, 151_936), CHECKPOINTING, SHORT),  # Qwen2.5
+    "8B, LoRA, checkpointing": (GPU_LARGE, LORA | CHECKPOINTING, SHORT),
+    "8B, LoRA": (GPU_LARGE, LORA, SHORT),
+    "8B, QLoRA, checkpointing": (GPU_LARGE, LORA | CHECKPOINTING | {"quantized": True}, ["UltraFeedback"]),
 }
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": LengthProfile(40, 2.15)}
@@ -142,9 +144,9 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
 def build_gpu_cases(quick: bool) -> list[Case]:
     """A case for each model, with a batch for each dataset."""
     cases = []
-    for group, (size, lora, checkpointing, datasets) in GPU_MODELS.items():
+    for group, (size, options, datasets) in GPU_MODELS.items():
         of_group = profiles(quick, datasets)
-        work = gpu_workload(size, of_group, quick, lora=lora, checkpointing=checkpointing)
+        work = gpu_workload(size, of_group, quick, **options)
         cases.append(case_of_batches(group, group, of_group, sides_on_gpu(work)))
     return cases
 

@@ -102,6 +102,35 @@ def test_a_side_that_shares_no_prompts_computes_all_tokens(checked):
         side.prove()
 
 
+def test_a_side_shares_prompts(checked):
+    side = checked(TrainerStep, "fastdpo", share_prompts=False)
+    side.shares = True
+    with pytest.raises(RuntimeError, match=r"must share prompts; of .* tokens it computed"):
+        side.prove()
+
+
+def test_a_side_of_qlora_has_quantized_weights(checked):
+    side = checked(TrainerStep, "stock")
+    side.four_bit_weights = 14
+    with pytest.raises(RuntimeError, match="14 weights of the side must be quantized; 0 are"):
+        side.prove()
+
+
+def test_a_side_with_graphs_replays_them(checked, monkeypatch):
+    """In the place of a GPU."""
+
+    class Replays(TrainerStep):
+        LAUNCHES = False
+
+    recorder.install(monkeypatch)
+    side = checked(Replays, "fastdpo", graphs=True)
+    side.step(0)
+    side.prove()
+    calls.calls["trl.DPOTrainer", "policy", "fused"] += 1
+    with pytest.raises(RuntimeError, match="must replay graphs; of 3 calls since the check it replayed 2"):
+        side.prove()
+
+
 def test_a_side_that_decides_trains_until_it_has(checked, monkeypatch):
     """In the place of a GPU, with recordings that always pay."""
 

@@ -1,0 +1,34 @@
+"""Steps of a model with 4-bit weights, as in QLoRA."""
+
+import json
+
+from benchmarks.cases import SUBJECT
+from benchmarks.suites.step import STOCK
+from tests.support.workers.packages import run_with
+
+
+def test_steps_of_qlora(tmp_path, monkeypatch):
+    """The case of a GPU on tiny sizes. Each side has proved that its weights are quantized."""
+    monkeypatch.setenv("GPU_CASES", "1")
+    out = tmp_path / "step.json"
+    options = (
+        "--suite",
+        "step",
+        "--quick",
+        "--rounds",
+        "1",
+        "--cases",
+        "8B, QLoRA",
+        "--sides",
+        f"^({STOCK}|{SUBJECT})$",
+    )
+    run_with("QUANTIZERS", "benchmarks.run", *options, "--json", out)
+    result = json.loads(out.read_text())
+    (case,) = result["cases"]
+    assert case["facts"]["dtype"] == "nf4 of bfloat16 weights, bfloat16 autocast"
+    assert result["versions"]["bitsandbytes"] == "0.50.2"
+    stock, subject = case["sides"][STOCK], case["sides"][SUBJECT]
+    for side in (stock, subject):
+        assert side["status"] == "measured"
+        assert all(check["equal"] for check in side["checks"])
+    assert subject["facts"]["tokens"] < stock["facts"]["tokens"]
