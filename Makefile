@@ -271,36 +271,51 @@ bench-gpu:
 	exit $$status
 
 # A quarter of an hour on a GPU in two commands, what matters most first. Each line ends after its seconds at the latest,
-# and its JSON is written after each case. With GPU_DEVICE=cpu and ARGS=--quick, small cases of a GPU run without one.
+# and the next one runs whatever became of it: what is printed last says how each has ended, 0 if well, 124 if it took
+# too long. JSON is written after each case. With GPU_DEVICE=cpu and ARGS=--quick, small cases of a GPU run without one.
+# Sides take turns, with the weights of all in memory: 90 GB at 8B, or ARGS=--one-by-one.
 WITHIN := timeout --kill-after 5
+ENDED = ; echo "exit status $$?: $(1)" >> $(GPU_OUT)/$@.txt
 GPU_STEPS = $(GPU_PYTHON) -m benchmarks.run --suite step --resume --rounds 3 --json $(GPU_OUT)/step.json $(ARGS) --sides \
 	"^(TRL as shipped|fastdpo|fastdpo, (compiled layers|CUDA graphs of compiled layers|patch.. alone))$$"
 gpu-day-1 gpu-day-2: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu-day-1 gpu-day-2: export GPU_CASES := 1
 gpu-day-1:
-	-$(WITHIN) 90 $(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) $(GPU_TESTS)
-	-$(WITHIN) 300 $(GPU_STEPS) --cases "^0.5B, full/" --seconds 240
-	-$(WITHIN) 200 $(GPU_PYTHON) -m benchmarks.trainings --steps 15 --json $(GPU_OUT)/trainings.json $(filter --quick,$(ARGS))
+	mkdir -p $(GPU_OUT) && rm -f $(GPU_OUT)/$@.txt
+	$(WITHIN) 80 $(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) --seconds 70 \
+		$(GPU_TESTS) $(call ENDED,tests of the ops)
+	$(WITHIN) 290 $(GPU_STEPS) --cases "^0.5B, full/" --seconds 220 $(call ENDED,steps of 0.5B)
+	$(WITHIN) 190 $(GPU_PYTHON) -m benchmarks.trainings --steps 15 --json $(GPU_OUT)/trainings.json \
+		$(filter --quick,$(ARGS)) $(call ENDED,trainings)
+	@cat $(GPU_OUT)/$@.txt
 
 gpu-day-2:
-	-$(WITHIN) 230 $(GPU_STEPS) --cases "^8B, LoRA, checkpointing" --seconds 150
-	-$(WITHIN) 60 $(GPU_PYTHON) -m benchmarks.run --suite attention --cases "prompt as long|heads of 64$$|UltraFeedback|quick" \
-		--seconds 30 --json $(GPU_OUT)/attention.json $(ARGS)
-	-$(WITHIN) 90 $(GPU_PYTHON) -m benchmarks.run --suite accumulated --rounds 2 --seconds 50 \
-		--json $(GPU_OUT)/accumulated.json $(ARGS)
-	-$(WITHIN) 120 $(GPU_STEPS) --cases "^8B, LoRA/" --one-by-one --seconds 60
+	mkdir -p $(GPU_OUT) && rm -f $(GPU_OUT)/$@.txt
+	$(WITHIN) 220 $(GPU_STEPS) --cases "^8B, LoRA, checkpointing" --seconds 140 $(call ENDED,steps of 8B with LoRA)
+	$(WITHIN) 130 $(GPU_STEPS) --cases "^8B, QLoRA" --sides "^(TRL as shipped|fastdpo|fastdpo, compiled layers)$$" --seconds 90 \
+		$(call ENDED,steps of 8B with QLoRA)
+	$(WITHIN) 80 $(GPU_PYTHON) -m benchmarks.run --suite accumulated --rounds 2 --seconds 50 \
+		--json $(GPU_OUT)/accumulated.json $(ARGS) $(call ENDED,accumulated steps)
+	$(WITHIN) 60 $(GPU_PYTHON) -m benchmarks.run --suite attention --cases "prompt as long|heads of 64$$|UltraFeedback|quick" \
+		--seconds 30 --json $(GPU_OUT)/attention.json $(ARGS) $(call ENDED,attention)
+	$(WITHIN) 90 $(GPU_STEPS) --cases "^8B, LoRA/" --one-by-one --seconds 60 $(call ENDED,8B without checkpointing)
+	@cat $(GPU_OUT)/$@.txt
 
 # The wheels that a machine with a GPU lacks, for Python 3.12, and the sources of flash-attn 2, in out/gpu/wheels.
 # Their requirements are checked against each other and against tools/gpu-machine.txt. There:
-# `pip install --no-deps --no-index --find-links out/gpu/wheels -r tools/gpu-wheels.txt`.
+# `pip install --no-deps --no-index --find-links out/gpu/wheels -r tools/gpu-wheels.txt`, without `--target`: datasets
+# cannot hash functions that see a pyarrow outside of site-packages. All are 190 MB. bitsandbytes keeps its libraries for
+# a CPU and for CUDA 13 alone: 4 MB instead of 43. What is too large to be carried at once goes in halves, such as
+# nvidia-cutlass-dsl-libs-cu13 (92 MB, which flash-attn 4 needs): `split -b 46M FILE PART.`, and there `cat PART.* > FILE`.
 GPU_WHEELS := out/gpu/wheels
+FOR_GPU := --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(addprefix --platform manylinux,\
+	_2_28_x86_64 _2_24_x86_64 _2_17_x86_64 2014_x86_64)
 gpu-wheels: $(READY) $(FLASH_SOURCES)
-	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-		$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
-		--dest $(GPU_WHEELS) -r tools/gpu-wheels.txt
-	$(BIN)/pip install --quiet --no-deps --no-index --find-links $(GPU_WHEELS) --only-binary=:all: --python-version 3.12 \
-		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
-		--platform manylinux2014_x86_64 --target $(GPU_WHEELS)/unused --dry-run -r tools/gpu-wheels.txt
+	rm -f $(GPU_WHEELS)/bitsandbytes-*.whl
+	$(BIN)/pip download --quiet $(FOR_GPU) --dest $(GPU_WHEELS) -r tools/gpu-wheels.txt
+	$(BIN)/python tools/thin_wheel.py $(GPU_WHEELS)/bitsandbytes-*.whl "_(cuda1[12]\d|cuda132|rocm\d+|xpu\d+)[.]so$$"
+	$(BIN)/pip install --quiet $(FOR_GPU) --no-index --find-links $(GPU_WHEELS) --target $(GPU_WHEELS)/unused --dry-run \
+		-r tools/gpu-wheels.txt
 	$(BIN)/python tools/check_wheels.py $(GPU_WHEELS) tools/gpu-machine.txt
 	cp $(FLASH_SOURCES)/$(FLASH_SOURCE) $(GPU_WHEELS)
 
