@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....logs import warn
+from ....logs import logger, warn
 from ....models.batch import as_current
 from ....models.calls import outcomes
 from ...line import TrainerLine
@@ -41,6 +41,14 @@ STEPS = (
     *(f"accelerate.accelerator:Accelerator.{name}" for name in ("backward", "no_sync")),
 )
 """The functions that make steps of batches (see `TrainerLine.options_rely_on`)."""
+
+FILLED = "cuda"
+"""The type of devices that wait for the host while batches are small."""
+
+ADVICE = (
+    'fastdpo: %s: a step accumulates %d batches; fastdpo.patch(max_tokens="auto") trains on the same rows in as few as '
+    "fit the device, which is faster where they are small"
+)
 
 Scores = dict[str, Tensor]
 """What models have returned for rows that TRL's loss reads, by name: [R, W] each, or [N] for their units."""
@@ -116,11 +124,23 @@ class BudgetLine(TrainerLine):
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         super().init(stock, trainer, *args, **kwargs)
         state = self.state_of(trainer)
-        if state is not None and self.options.max_tokens is not None:
-            require_supported(unsupported_reason(trainer, self.trainer_class()))
-            require_supported(self.uncuttable(trainer))
+        if state is None:
+            return
+        if self.options.max_tokens is not None:
+            require_supported(self._uncuttable(trainer))
             state.budget = StepBudget(self, trainer)
             trainer.add_callback(callback(on_step_begin=state.budget.start_step))
+        else:
+            self._advise(trainer)
+
+    def _advise(self, trainer: Any) -> None:
+        """Names the option to who accumulates batches on a device that they may not fill."""
+        batches, device = trainer.args.gradient_accumulation_steps, trainer.args.device
+        if batches > 1 and device.type == FILLED and trainer.args.process_index == 0 and not self._uncuttable(trainer):
+            logger.warning(ADVICE, self.name, batches)
+
+    def _uncuttable(self, trainer: Any) -> str | None:
+        return unsupported_reason(trainer, self.trainer_class()) or self.uncuttable(trainer)
 
     def disable(self) -> None:
         budgets = [(trainer, self.budget_of(trainer)) for trainer in self.trainers()]

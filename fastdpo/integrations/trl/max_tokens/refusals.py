@@ -30,7 +30,7 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
     """Why the steps of a trainer, of this class or of a subclass, cannot be cut, or None."""
     if trainer.args.n_gpu > 1:
         return "torch.nn.DataParallel; start one process for each GPU"
-    if trainer.accelerator.parallelism_config is not None:
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "parallelism_config"
     if trainer.accelerator.num_processes > 1 and not trainer.args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
