@@ -217,21 +217,22 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
     return widths[0] == widths[1] or support.rope_reason(base, max(widths)) is None
 
 
-def merged(*batches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged(*batches: Mapping[str, Tensor], padding: int = 0) -> dict[str, Tensor]:
     """The rows of batches, one batch below the other, padded on the right to the widest.
 
     Args:
         batches: their rows by name, such as "input_ids" and "labels", [R, ..., L] each, or [R]. All have the names of
             the first one.
+        padding: the id that "input_ids" are padded with, by which reward models find the end of a row.
     """
+    fills = {"labels": IGNORE_INDEX, "input_ids": padding}
 
     def of(name: str) -> Tensor:
         tensors = [batch[name] for batch in batches]
         if tensors[0].ndim == 1:
             return torch.cat(tensors)
         width = max(x.shape[-1] for x in tensors)
-        padding = IGNORE_INDEX if name == "labels" else 0
-        return torch.cat([F.pad(x, (0, width - x.shape[-1]), value=padding) for x in tensors])
+        return torch.cat([F.pad(x, (0, width - x.shape[-1]), value=fills.get(name, 0)) for x in tensors])
 
     return {name: of(name) for name in batches[0]}
 

@@ -100,6 +100,7 @@ OPTIONS = {
     ),
     "DPO, read in every batch": (DPO, dict(trainer_class=Reads)),
     "Reward, adapter": (REWARD, reward.adapter()),
+    "Reward, padding of another id": (REWARD, dict(pad_token="<unk>")),  # not 0, which masks are padded with
     **{f"TPO, {loss}": (TPO, dict(loss_type=loss, beta=0.5)) for loss in ("hinge", "ipo", "tpo-l")},
     "TPO, large alpha": (TPO, dict(tpo_alpha=20.0)),
 }

@@ -48,7 +48,8 @@ class PaddedBudgetLine(BudgetLine):
         """Entries of tokens are [N, rows of a unit, L]."""
         unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
         require_supported(unknown and f"batches with {unknown}")
-        joined = merged(*({name: self.units(x.cpu()) for name, x in batch.items()} for batch in batches))
+        units = ({name: self.units(x.cpu()) for name, x in batch.items()} for batch in batches)
+        joined = merged(*units, padding=self.padding(trainer) or 0)
         is_empty = any(not x.any(-1).all() for name, x in joined.items() if name.endswith("attention_mask"))
         require_supported("rows whose attention mask is 0" if is_empty else None)
         width = joined["input_ids"].shape[-1]  # of which micro-batches may have less
