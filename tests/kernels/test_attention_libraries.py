@@ -22,7 +22,7 @@ from fastdpo.kernels import gather_keys
 from fastdpo.ops import definitions, devices, packed_attention
 from fastdpo.ops.attention import device_layout, flash, routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, rows_of
-from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_4
+from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_flash_4
 from fastdpo.ops.attention.routes import Kind
 from fastdpo.ops.choice import notes, tuning
 from tests.support.ops.attention import output_and_gradients
@@ -113,7 +113,7 @@ def test_flash_attention_4_takes_the_padded_head_sizes(sources):
                 refusals.append(sizes)
         return refusals
 
-    assert not any(refused(sizes_of_4, capability) for capability in (9, 10, 11, 12))
+    assert not any(refused(sizes_of_flash_4, capability) for capability in (9, 10, 11, 12))
     assert len(refused(equal_sizes, 10)) > 500  # the rule is read
 
 
@@ -162,7 +162,7 @@ def test_flash_attention_3_has_kernels_for_the_padded_head_sizes(sources):
     ids=str,
 )
 def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes, padded, installed, monkeypatch):
-    assert sizes_of_4(*sizes, 10) == padded
+    assert sizes_of_flash_4(*sizes, 10) == padded
     installed()
     monkeypatch.setattr(flash, "compute_capability", lambda device: 10)
     monkeypatch.setitem(routes.BACKENDS, "flash-attn-4", flash.LIBRARIES["flash-attn-4"])

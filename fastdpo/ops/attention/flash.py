@@ -49,7 +49,7 @@ def equal_sizes(d: int, d_v: int, capability: int | None) -> HeadSizes:
     return HeadSizes(size, size)
 
 
-def sizes_of_4(d: int, d_v: int, capability: int | None) -> HeadSizes:
+def sizes_of_flash_4(d: int, d_v: int, capability: int | None) -> HeadSizes:
     """The head sizes that flash-attn-4 takes: on data center Blackwell up to 128, (192, 128) and 256."""
     equal = equal_sizes(d, d_v, capability)
     if capability not in (10, 11) or equal.d <= 128:
@@ -339,7 +339,7 @@ PACKAGES: dict[str, type[FlashAttention2]] = {
 
 LIBRARIES = {
     "flash-attn-3": FlashLibrary(partial(_of_package, "flash-attn-3"), (9,)),
-    "flash-attn-4": FlashLibrary(partial(_of_package, "flash-attn-4"), (9, 10, 11, 12), head_sizes=sizes_of_4),
+    "flash-attn-4": FlashLibrary(partial(_of_package, "flash-attn-4"), (9, 10, 11, 12), head_sizes=sizes_of_flash_4),
     "flash-attn-2": FlashLibrary(partial(_of_package, "flash-attn-2"), (8, 9, 10, 11, 12)),
     "torch": FlashLibrary(TorchFlash, (8, 9, 10, 11, 12), softcap=False),
 }
