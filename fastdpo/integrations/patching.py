@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
@@ -15,10 +16,11 @@ from ..logs import logger, strict, warn
 from ..reasons import Reason
 from .admission import packages, tested_code
 from .admission.versions import installed_version, unsupported_version_reason
+from .bypass import STATE
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
 from .options import PatchOptions, applies
-from .replacements import unpatched_trainers
+from .replacements import existing_instances
 
 if TYPE_CHECKING:
     from ..models.running import Compile
@@ -284,11 +286,20 @@ def _examine_all(names: list[str], is_targeted: bool) -> list[_Examined]:
     examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
     new = {name: x.line for name, x in examined.items() if name not in _patched}
     kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
-    stock = unpatched_trainers(*kinds.values())
+    stock = _unpatched(*kinds.values())
     for name, kind in kinds.items():
         own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
         examined[name] = examined[name]._replace(stock=own)
     return [examined[name] for name in names]
+
+
+def _unpatched(*kinds: type) -> list[Any]:
+    """The trainers of some classes that exist and are not patched."""
+    if not kinds or not existing_instances(*kinds):
+        return []
+    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+    # The line of a subclass may have patched a trainer already.
+    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
 
 
 def _examine(name: str, is_targeted: bool) -> _Examined:

@@ -1,4 +1,4 @@
-"""Replaces attributes of a trainer and restores them, makes its callbacks, and finds trainers that exist."""
+"""Replaces attributes of a trainer and restores them, makes its callbacks, and finds objects that exist."""
 
 from __future__ import annotations
 
@@ -161,15 +161,6 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
 
     events = on_train_begin, on_step_begin, on_pre_optimizer_step, on_log, on_train_end
     return callback(**{event.__name__: event for event in events})
-
-
-def unpatched_trainers(*kinds: type) -> list[Any]:
-    """The trainers of some classes that exist and are not patched."""
-    if not kinds or not existing_instances(*kinds):
-        return []
-    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
-    # The line of a subclass may have patched a trainer already.
-    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
 
 
 def existing_instances(*kinds: type) -> list[Any]:
