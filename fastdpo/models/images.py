@@ -25,6 +25,7 @@ from .examine import probe
 from .examine.probe import ProbeResult
 from .facts import rope_limit
 from .parts import backbone, language_model
+from .scoring import SCORING_ARGUMENTS
 from .state import FusedForward, RunnableBatch, Verdict
 
 if TYPE_CHECKING:
@@ -38,14 +39,7 @@ OF_IMAGES = (
 ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
 """Arguments of a model call that hold images, or types of tokens [R, L]."""
 
-NOT_OF_BACKBONE = {
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "output_router_logits",
-    "return_dict",
-    "logits_to_keep",
-}
+NOT_OF_BACKBONE = {*SCORING_ARGUMENTS, "output_router_logits", "return_dict", "logits_to_keep"}
 """Arguments of a model call that are not passed on to its backbone."""
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")

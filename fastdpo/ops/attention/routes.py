@@ -153,11 +153,7 @@ def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:
 
 
 def run(
-    compute: Callable[[AttentionCall, tuple], T],
-    prepared: Prepared,
-    query: Tensor,
-    value: Tensor,
-    rows: Tensor,
+    compute: Callable[[AttentionCall, tuple], T], prepared: Prepared, query: Tensor, value: Tensor, rows: Tensor
 ) -> tuple[Prepared, T]:
     """What `compute` returns for a call and its layout, and what was run: if a backend raises an error, the next one
     takes its place.
