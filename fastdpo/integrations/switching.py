@@ -17,7 +17,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..models import pickling
 from ..models.adapters import adapter_modules, peft_model
@@ -141,12 +141,13 @@ class _Switch:
         self.layers = layers = [module for _, module in adapter_modules(base)]
         known = set() if is_sharded(base) else {x for x in layers if _is_switched_by_peft(x)}
         self._remembered, self._others = [x for x in layers if x in known], [x for x in layers if x not in known]
-        self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
         self._requires_grad: dict[object, list[bool]] = {}
         self._modules = [*base.modules()]
         self._parents = [x for x in self._modules if x._modules]
         self._leaves = [x for x in self._modules if not x._modules]
-        self._holders = [*dict.fromkeys(x for layer in self._remembered for x in _adapter_holders(layer))]
+        self._inside = [*dict.fromkeys(x for layer in self._remembered for x in _modules_inside(layer))]
+        tensors = (x for module in self._inside for x in module._parameters.values())
+        self._tensors = [x for x in tensors if x is not None and x.is_leaf]
         attributes = (x for layer in layers for name, x in vars(layer).items() if is_own(name))
         self._containers = [*containers_in(attributes)]
         self._was = [[copy_of(x) if isinstance(x, Container) else x for x in each] for each in self._read()]
@@ -161,7 +162,7 @@ class _Switch:
         yield [*map(_children_of, self._parents)]
         yield [any(map(_children_of, self._leaves))]
         yield [*map(type, self._modules)]
-        yield [*map(_parameters_of, self._holders)]
+        yield [*map(_parameters_of, self._inside)]
         yield self._containers
 
     def enable(self, enabled: bool = True) -> None:
@@ -212,16 +213,8 @@ def _is_switched_by_peft(layer: Any) -> bool:
     return all(inner_function(getattr(layer, name)) is getattr(BaseTunerLayer, name, None) for name in names)
 
 
-def _adapter_tensors(layer: Any) -> Iterator[Tensor]:
-    """The tensors of a layer for which PEFT sets whether they are trained."""
-    for name in layer.adapter_layer_names:
-        for x in getattr(layer, name).values():
-            tensors = [x] if isinstance(x, Tensor) else x.parameters()
-            yield from (tensor for tensor in tensors if tensor.is_leaf)
-
-
-def _adapter_holders(layer: Any) -> Iterator[nn.Module]:
-    """The modules of a layer that hold these tensors."""
+def _modules_inside(layer: Any) -> Iterator[nn.Module]:
+    """The modules of a layer in whose tensors PEFT sets whether they are trained."""
     for name in layer.adapter_layer_names:
         outer = getattr(layer, name)
         yield from (x for x in outer.modules() if x is not outer or not isinstance(outer, nn.ModuleDict))
