@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-import torch
 from rich.progress import Progress
 
 from benchmarks.cases import Arrays, Case, Side, Suite, Unavailable
 from benchmarks.equality import compare_to_truth, describe_failures
+from benchmarks.machine import on_gpu
 from benchmarks.worker import InProcessWorker, OutOfMemory, OutOfTime, Worker, WorkerError
 
 MEASURED, INCORRECT, FAILED, UNAVAILABLE = "measured", "incorrect", "failed", "unavailable"
@@ -56,7 +56,7 @@ class CaseRunner:
         self.workers: dict[str, Worker | InProcessWorker] = {}
         self.batches = 1
         self.one_by_one = one_by_one
-        in_process = suite.share_process_on_gpu and torch.cuda.is_available()
+        in_process = suite.share_process_on_gpu and on_gpu()
         self.worker_class = InProcessWorker if in_process else Worker
         self.records: dict[str, dict[str, Any]] = {
             side.name: {"status": MEASURED, "reason": None, "compared": side.compared, "options": side.options}

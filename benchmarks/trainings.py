@@ -4,17 +4,19 @@
 
 The settings are those in the header of TRL's script for DPO: 2 pairs 8 times a step, a learning rate of 5e-7, float32
 weights under autocast to bfloat16, gradient checkpointing, AdamW, and an evaluation. Each side trains in a process of
-its own, one after the other, with empty caches of fastdpo and of Triton. Seconds contain what the first steps wait for,
-which is split into its parts.
+its own, one after the other, with empty caches of fastdpo and of Triton, or with those that fastdpo has left. Seconds
+contain what the first steps wait for, which is split into its parts, none of which contains those within it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,16 +30,18 @@ from trl import DPOConfig
 
 from benchmarks import machine, messages
 from benchmarks.cases import SUBJECT
-from benchmarks.first_step import CACHES, Clock, in_new_process, watched
+from benchmarks.parts import CACHES, Clock, watched
 from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.suites.step import BOUNDS, GPU_SIZE, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK
 from benchmarks.tables import trainings_table
 from fastdpo.commands.check.meters import now
 
+WARM = "fastdpo, warm caches"
 SIDES: dict[str, dict[str, Any] | None] = {
     STOCK: None,
     SUBJECT: {},
+    WARM: {},
     'fastdpo, max_tokens="auto"': {"max_tokens": "auto"},
 }
 """The options of `fastdpo.patch`."""
@@ -140,6 +144,17 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
     }
 
 
+def in_new_process(run: Callable[[], dict[str, Any]], variables: dict[str, str]) -> dict[str, Any]:
+    kept = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(run)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("out/trainings.json"), help="written after each side")
@@ -155,14 +170,14 @@ def main(argv: list[str] | None = None) -> None:
         "sides": {},
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    for side, options in SIDES.items():
-        if not re.search(args.sides, side):
-            continue
-        with TemporaryDirectory() as caches:
-            run = partial(train, options, args.steps, args.quick, args.threads)
-            result["sides"][side] = in_new_process(run, {name: f"{caches}/{name}" for name in CACHES})
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(trainings_table(result), flush=True)
+    with TemporaryDirectory() as directory:
+        for side, options in SIDES.items():
+            if re.search(args.sides, side):
+                run = partial(train, options, args.steps, args.quick, args.threads)
+                caches = f"{directory}/{SUBJECT if side == WARM else side}"
+                result["sides"][side] = in_new_process(run, {name: f"{caches}/{name}" for name in CACHES})
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+                print(trainings_table(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tools import restrict_flash_attn
 ROOT = Path(__file__).parents[2]
 
 
-STEPS = ["device_tests --device cuda", "--suite head", "--suite step", "first_step", "accuracy"]
+STEPS = ["device_tests --device cuda", "--suite head", "--suite step", "trainings", "accuracy"]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
         ("nothing", STEPS),
         ("device_tests", ["device_tests --device cuda", "accuracy"]),
         ("--suite head", STEPS),
-        ("first_step", STEPS),
+        ("trainings", STEPS),
         ("accuracy", STEPS),
     ],
 )
