@@ -24,6 +24,7 @@ from ..models.running import Compile
 from ..models.scoring import targets_of_call
 from ..models.sequence_group import SequenceGroup
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
+from ..ops.devices import is_transformed
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
@@ -194,8 +195,9 @@ def score(
     targets = targets_of_call(batch)
 
     def of_logits(called: Any) -> ScoredRows:
-        on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
-        require_ids("score", *on_host, shifted=shifted)
+        if not is_transformed():
+            on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
+            require_ids("score", *on_host, shifted=shifted)
         output = called()
         is_output = isinstance(getattr(output, "logits", None), Tensor)
         checks.require(is_output, "score", "model", RETURNING, f"a {type(output).__name__}", error=TypeError)

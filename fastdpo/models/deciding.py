@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import packing
 from ..ops.choice.tuning import bucket
+from ..ops.devices import is_transformed
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, head, images, sharding, splitting, support
@@ -95,6 +96,8 @@ def _route(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
 
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can."""
+    if is_transformed():
+        return Reason("transformed-call")
     if args:
         return Reason("positional-arguments")
     ids, mask, options = kwargs.get("input_ids"), kwargs.get("attention_mask"), fused.options

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 TRITON_DEVICES = ("cuda",) if find_spec("triton") else ()  # AMD's devices have the type "cuda" too
 
@@ -101,6 +102,15 @@ def is_traced() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+
+
+def is_transformed() -> bool:
+    """Whether functions are transformed by torch.func, or differentiated in forward mode. Their tensors may have no
+    values that the host could read, and only what is made of operators of torch can be transformed.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,8 @@
-"""Gradients that can be differentiated again: those of an op's definition.
+"""Gradients that can be differentiated again, or that are transformed: those of an op's definition.
 
 In a backward with `create_graph=True`, and only there, gradients are enabled. Kernels and the loops over tiles have no
-derivative, so the op is then computed once more as it is defined.
+derivative, and `torch.func.vmap` cannot run them for many upstream gradients at once, so the op is then computed once
+more as it is defined.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ def gradients_of_definition(
         needs: of which inputs the gradient is needed. None is returned for the others.
         upstream: the gradients of the outputs, None for an output that has none.
     """
-    uses.append(None)
+    again = torch.is_grad_enabled()
+    if again:
+        uses.append(None)
     # One tensor may be several inputs. Autograd would give each of them the gradient of all.
-    views = [x.view_as(x) if x is not None and needed else x for x, needed in zip(inputs, needs, strict=True)]
+    with torch.enable_grad():
+        views = [x.view_as(x) if x is not None and needed else x for x, needed in zip(inputs, needs, strict=True)]
+        results = define(*views)
     differentiated = [x for x, needed in zip(views, needs, strict=True) if x is not None and needed]
-    pairs = [(x, grad) for x, grad in zip(define(*views), upstream, strict=False) if x is not None and grad is not None]
+    pairs = [(x, grad) for x, grad in zip(results, upstream, strict=False) if x is not None and grad is not None]
     outputs, grads = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, differentiated, grads, create_graph=True))
+    found = iter(torch.autograd.grad(outputs, differentiated, grads, create_graph=again))
     return [next(found) if x is not None and needed else None for x, needed in zip(views, needs, strict=True)]

@@ -86,6 +86,38 @@ def test_scores_whose_gradients_are_penalized(name, around):
     assert [path for _, _, path in fastdpo.calls - before] == ["fused"]
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd], ids=["reverse", "forward"])
+def test_scores_that_are_transformed(transform, caplog):
+    """The host cannot read the ids of such calls."""
+    batch = rows()
+
+    class Scoring(torch.nn.Module):
+        def __init__(self, model, scores):
+            super().__init__()
+            self.model, self.scores = model, scores
+
+        def forward(self):
+            return self.scores(self.model, **batch).sum()
+
+    def gradient(model, scores):
+        module = Scoring(model, scores)
+        weights = {"model.model.norm.weight": model.model.norm.weight.detach()}
+        return transform(lambda weights: torch.func.functional_call(module, weights, ()))(weights)
+
+    model = eager(tiny_family("llama")).eval()
+    expected = gradient(model, own_logps)
+    fastdpo.prepare(model)
+    logps_of(model, **batch)  # a call that is fused, before and after
+    assert_same_gradients([gradient(model, logps_of)], [expected])
+    assert [x for x in caplog.messages if "not fused" in x] == [
+        "fastdpo: fastdpo.score (policy): not fused, the call is transformed by torch.func, or differentiated in "
+        "forward mode [transformed-call]"
+    ]
+    before = fastdpo.calls.copy()
+    logps_of(model, **batch)
+    assert [path for _, _, path in fastdpo.calls - before] == ["fused"]
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
 def test_replays_whose_gradients_are_penalized(bf16, monkeypatch):
     """A replay has no second derivative: its backward runs the layers, as the forward would have."""

@@ -314,6 +314,28 @@ def test_gradients_of_first_and_second_order(name, run):
         assert check(differentiable, leaves, fast_mode="attention" in name)
 
 
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_transforms(name, run):
+    """Those of torch.func, of a call and of its backward."""
+    inputs, call = run.inputs(name, "few", torch.float64), CALLS[name]
+    leaves = [inputs[x] for x in call.needs]
+
+    def result(*leaves):
+        results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options)
+        return results if isinstance(results, Tensor) else sum(getattr(results, x) for x in call.loss)
+
+    trained = [x.clone().requires_grad_() for x in leaves]
+    upstream = weights(result(*trained), torch.float64)
+    expected = torch.autograd.grad(result(*trained), trained, upstream)
+    found = torch.func.vjp(result, *leaves)[1](upstream)
+    batched = torch.func.vmap(lambda x: torch.autograd.grad(result(*trained), trained, x))(torch.stack([upstream] * 2))
+    (_, tangent) = torch.func.jvp(result, tuple(leaves), tuple(leaves))
+    assert torch.allclose((tangent * upstream).sum(), sum((x * y).sum() for x, y in zip(leaves, expected, strict=True)))
+    for x, y, z in zip(expected, found, batched, strict=True):
+        assert torch.allclose(x, y)
+        assert torch.allclose(x, z[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32
 @pytest.mark.parametrize(
     "name", [*COMPILED, "linear_logps nothing", "linear_logps frozen", "linear_logps weight alone"]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype, is_traced
+from ..devices import accumulation_dtype, is_traced, is_transformed
 from ..second_derivatives import gradients_of_definition
 from . import definitions, routes
 from .device_layout import OP, AttentionOptions
@@ -156,7 +156,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *given, out, lse, rows, sinks = ctx.saved_tensors
-        if torch.is_grad_enabled() and not is_traced():
+        if is_transformed() or (torch.is_grad_enabled() and not is_traced()):
             needs, define = ctx.needs_input_grad, functools.partial(_defined, rows, ctx.options)
             *gradients, dsinks = gradients_of_definition(define, (*given, sinks), (*needs[:3], needs[4]), [grad])
             return *gradients, None, dsinks, None
@@ -288,6 +288,8 @@ def attend(
         got = {key.dtype, value.dtype}
         raise TypeError(f"{OP}: key and value must be {query.dtype}, the dtype of query; got {got}")
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    if is_transformed():
+        return _defined(rows, options, query, key, value, sinks)[0]
     if torch.is_grad_enabled() or is_traced():
         return _PackedAttention.apply(query, key, value, rows, sinks, options)
     out, _, _ = _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)

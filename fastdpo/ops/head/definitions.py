@@ -14,6 +14,9 @@ from torch import Tensor
 from ...packing import IGNORE_INDEX
 from .results import TokenLogps
 
+LEAST_LOGP = -1e4
+"""Below it, a probability is 0 in any dtype. Its product with -inf would be NaN, as would that of its gradient."""
+
 
 def token_logps(
     logits: Tensor,  # [..., V]
@@ -43,7 +46,7 @@ def token_logps(
 
     return TokenLogps(
         logps=torch.where(scored, logp.gather(-1, index)[..., 0], 0.0),
-        entropy=if_requested("entropy", lambda: torch.special.entr(logp.exp()).sum(-1)),
+        entropy=if_requested("entropy", lambda: -(logp.exp() * logp.clamp(min=LEAST_LOGP)).sum(-1)),
         mean_logits=if_requested("mean_logits", lambda: (z / temperature).mean(-1).detach()),
         is_top1=if_requested("is_top1", lambda: z.argmax(-1) == targets),
         log_sum_sq_probs=if_requested("log_sum_sq_probs", lambda: (2 * logp).logsumexp(-1).detach()),

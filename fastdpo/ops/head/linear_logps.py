@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from ... import checks
-from ..devices import accumulation_dtype, is_traced, memory_of
+from ..devices import accumulation_dtype, is_traced, is_transformed, memory_of
 from ..second_derivatives import gradients_of_definition
 from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
@@ -93,7 +93,8 @@ class _LinearLogps(torch.autograd.Function):
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *others)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled() and not is_traced() and ctx.main_grad is None:
+        again = torch.is_grad_enabled() and not is_traced()
+        if (again or is_transformed()) and ctx.main_grad is None:
             define = functools.partial(_defined, targets, ctx.scalars, ctx.has_entropy)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
             return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *others
@@ -213,6 +214,11 @@ def linear_logps(
     checks.require_transform(OP, softcap, logit_scale, temperature)
     statistics, compute_dtype = requested_statistics(OP, outputs), _compute_dtype(hidden)
     _check_main_grad(main_grad, weight, compute_dtype)
+    if is_transformed() and main_grad is None:
+        transform: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+        return definitions.linear_logps(
+            hidden, weight, targets, bias=bias, **transform, outputs=statistic_names(statistics)
+        )
 
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import checks
 from ..choice.verdicts import Kernel, works
-from ..devices import accumulation_dtype, suits_triton
+from ..devices import accumulation_dtype, is_transformed, suits_triton
 from ..second_derivatives import gradients_of_definition
 from . import definitions, trials
 from .logit_rows import GradientInputs, block_slices, join_results, logit_gradient, sum_block_
@@ -126,7 +126,7 @@ class _TokenLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, *grad_extra):
         if grad_logps is None and (not ctx.has_entropy or grad_extra[0] is None):
             return (None,) * 7
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if is_transformed() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             logits, targets, *_ = ctx.saved_tensors
             softcap, logit_scale, temperature = ctx.transform
             given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
@@ -202,6 +202,10 @@ def token_logps(
     checks.require_same_device(OP, logits=logits, targets=targets)
     checks.require_transform(OP, softcap, logit_scale, temperature)
     statistics = requested_statistics(OP, outputs)
+    if is_transformed():
+        given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+        given["outputs"] = statistic_names(statistics)
+        return definitions.token_logps(logits, targets, **given)
     rows = logits.reshape(-1, logits.shape[-1])
     if inplace_backward:
         checks.require_distinct_memory(OP, "logits", rows, "inplace_backward overwrites them")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import checks
 from ...packing import IGNORE_INDEX
-from ..devices import is_host
+from ..devices import is_host, is_transformed
 from ..head.linear_logps import linear_logps
 from ..head.results import SequenceLogps
 from ..head.token_logps import token_logps
@@ -139,8 +139,14 @@ def linear_sequence_logps(
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     _require_bounds(op, cu_seqlens, targets.numel())
-    bounds = cu_seqlens.long()
-    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), _target_counts(targets, bounds))
+    bounds, values = cu_seqlens.long(), logps.reshape(-1)
+    if is_transformed():
+        lengths = bounds.diff()
+        index = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
+        sums = values.new_zeros(len(lengths)).index_add(0, index, values)
+    else:
+        sums = segment_sums(values, bounds)
+    return SequenceLogps(sums, _target_counts(targets, bounds))
 
 
 def _require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
