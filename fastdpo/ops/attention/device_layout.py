@@ -38,7 +38,8 @@ class AttentionOptions(NamedTuple):
 class AttentionCall(Protocol):
     """Forward and backward of one kind of attention call. Tensors have the shapes of `packed_attention`.
 
-    Both run inside of custom ops, where autograd records nothing: the backward must be explicit.
+    Both run inside of custom ops, where autograd records nothing: the backward must be explicit. All results must be
+    contiguous, since compilers rely on it.
     """
 
     def describe(self, rows: Rows) -> Any:

@@ -237,7 +237,7 @@ class DenseCall(NamedTuple):
             scores.logsumexp(-1) if sinks is None else torch.logaddexp(scores.logsumexp(-1), sinks[:, None].to(scores))
         )
         weights = (scores - lse[..., None]).exp().to(value.dtype)
-        return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(self.groups, 1)), lse
+        return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(self.groups, 1)).contiguous(), lse
 
     def backward(self, grad, query, key, value, out, lse, layout):
         keys, values = (x.repeat_interleave(self.groups, 1) for x in (key, value))
@@ -250,4 +250,4 @@ class DenseCall(NamedTuple):
             torch.einsum("hqk,qhd->khd", weights.to(grad.dtype), grad),
         )
         summed = (x.unflatten(1, (-1, self.groups)).sum(2) for x in gradients)
-        return torch.einsum("hqk,khd->qhd", slopes, keys), *summed
+        return torch.einsum("hqk,khd->qhd", slopes, keys).contiguous(), *(x.contiguous() for x in summed)
