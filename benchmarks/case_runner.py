@@ -74,6 +74,8 @@ class CaseRunner:
                 self._measure()
                 self._close()
         except Unavailable as reason:  # the ground truth, and so each side
+            text = f"{self.case.name}: {UNAVAILABLE}: {reason}"
+            self.progress.console.print(text, style="dim", markup=False, soft_wrap=True)
             for record in self.records.values():
                 record |= {"status": UNAVAILABLE, "reason": str(reason)}
         finally:

@@ -198,7 +198,8 @@ def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[s
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     try:
-        _serve_requests(pipe, build, workload, options, threads)
+        with optional_packages():  # a ground truth builds its models when it is asked
+            _serve_requests(pipe, build, workload, options, threads)
     except EOFError:  # the caller has closed the pipe: done
         return
     except Unavailable as reason:

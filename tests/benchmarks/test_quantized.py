@@ -2,9 +2,20 @@
 
 import json
 
+from benchmarks import run
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import STOCK
 from tests.support.workers.packages import run_with
+
+
+def test_without_bitsandbytes_each_side_is_unavailable(tmp_path, monkeypatch):
+    """The ground truth needs it as well."""
+    monkeypatch.setenv("GPU_CASES", "1")
+    out = tmp_path / "step.json"
+    assert run.main(["--suite", "step", "--quick", "--cases", "8B, QLoRA", "--json", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    reasons = {(side["status"], side["reason"]) for side in case["sides"].values()}
+    assert reasons == {("unavailable", "bitsandbytes is not installed")}
 
 
 def test_steps_of_qlora(tmp_path, monkeypatch):
