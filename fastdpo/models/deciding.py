@@ -143,13 +143,13 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     """
     batch, routes, group = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs), fused.options.sequence_group
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
-    is_run, replays = fused.runner.is_on(batch.input_ids.device), False
+    is_run = fused.runner.is_on(batch.input_ids.device)
     obstacle = _obstacle(model, fused, given is not None, routes) if is_run or group is not None else None
     if group is not None and obstacle is not None:
         raise NotPackable(Reason("sequence-model", model=type(model).__name__, kind=obstacle))
     if is_run:
         kind = fused.kind_of_call(model)
-        replays = fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
+        fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
 
     def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
         return layout_of_call(model, fused, batch, Form(groups, store_all=routes, tokens=tokens))
@@ -157,7 +157,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     if given is None:
         layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
-        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), replays=replays)
+        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), is_run=is_run)
         reason = _length_reason(model, fused, packed, layout_of, kwargs) if verdict.has_own_code else None
     elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))

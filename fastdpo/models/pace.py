@@ -34,7 +34,7 @@ MARGIN = 1.5
 LEAST_SAVING = 0.05
 """The part of the time between two calls that must be saved. Less than that is noise."""
 
-LOST_SECONDS, LOST_PART = 2.5, 0.01
+LOST_SECONDS, LOST_PART = 2.0, 0.01
 """What may be spent on what is not kept, in seconds and as a part of the training."""
 
 BUSY = 1.15
@@ -46,8 +46,11 @@ SURE = 4
 WORTH_ANOTHER = 0.7
 """Of the tokens of a recording that did not pay, those from which a smaller one does not either."""
 
-WATCHED, SLOWER = 50, 1.02
-"""Number of calls after which it is asked whether they have become slower, and by what factor they must have."""
+WATCHED, SLOWER = 50, 0.02
+"""Number of whole steps by which replays are judged in the end, and the part by which they may be slower."""
+
+NEAREST = 3
+"""Number of steps, those with the most similar numbers of tokens, that another one is compared with."""
 
 RECORDING_SECONDS = 1.0
 """What a recording and its comparison take, until one was made."""
@@ -144,6 +147,26 @@ class Trial(NamedTuple):
         return self.before - self.after
 
 
+class Step(NamedTuple):
+    """The tokens of a whole step of the optimizer, and the seconds until the next one begins."""
+
+    tokens: int
+    seconds: float
+
+
+def saving_of(before: list[Step], after: list[Step]) -> float | None:
+    """The part of whole steps that later ones save in the median, each next to those before that have nearly as many
+    tokens. None until there are enough of them.
+    """
+    if len(before) < NEAREST or len(after) < WARM_UP:
+        return None
+
+    def seconds_before(tokens: int) -> float:
+        return median(x.seconds for x in sorted(before, key=lambda x: abs(x.tokens - tokens))[:NEAREST])
+
+    return 1 - median(x.seconds / seconds_before(x.tokens) for x in after)
+
+
 class Pace:
     """The calls of a model of one kind, with or without gradients.
 
@@ -151,44 +174,73 @@ class Pace:
         training: that it is a part of.
         now: a clock in seconds.
         has_backward: whether they have gradients.
+        is_alone: whether there is one rank. A trial then sees all that a replay changes. It does not see that ranks
+            wait longer for gradients that come all at once.
 
     Attributes:
         calls: their number.
         trials: of recordings.
         is_busy: whether the device is, while the layers run; None before it is known.
-        lost: seconds for what was not kept.
+        lost: seconds for recordings, and for compiled layers that were not kept.
+        saved_by_change: the part of whole steps that the last change saves; None before it is known.
     """
 
     def __init__(
-        self, training: Training, now: Callable[[], float] = time.perf_counter, *, has_backward: bool = True
+        self,
+        training: Training,
+        now: Callable[[], float] = time.perf_counter,
+        *,
+        has_backward: bool = True,
+        is_alone: bool = True,
     ) -> None:
         self.training, self._now, self._has_backward = training, now, has_backward
-        self.calls, self.trials, self.lost = 0, list[Trial](), 0.0
-        self.is_busy: bool | None = None
-        self._last: float | None = None
+        self._is_alone = is_alone or not has_backward
+        self.calls, self._since = 0, 0  # all of them, and those since something has changed
         self._between: deque[float] = deque(maxlen=2 * WARM_UP)
         self._recording_seconds: float | None = None
-        self._at_first: float | None = None  # `between` before anything was recorded
-        self._lately: deque[float] = deque(maxlen=WATCHED)
-        self._since = 0  # calls since something has changed
+        self._step, self._tokens, self._is_replayed = -1, 0, False  # of the step that runs
+        self._steps: dict[bool, list[Step]] = {False: [], True: []}  # by whether something was replayed
+        self.change()
 
     def call(self) -> None:
-        """Takes note of a call that begins."""
-        last, self._last = self._last, self._now()
+        """Takes note of a call that begins, and of the step before, if it is the first one of another step."""
+        now, last = self._now(), self._last
         if last is not None:
-            self._between.append(self._last - last)
-            self._lately.append(self._last - last)
-        self.calls, self._since = self.calls + 1, self._since + 1
+            self._between.append(now - last)
+        self._last, self.calls, self._since = now, self.calls + 1, self._since + 1
+        if self._step != self.training.done:
+            if self._began is not None and self._tokens:
+                self._end_step(Step(self._tokens, now - self._began))
+            self._step, self._began, self._tokens, self._is_replayed = self.training.done, now, 0, False
+
+    def take(self, tokens: int, *, is_replayed: bool) -> None:
+        """Takes note of the batch of a call."""
+        self._tokens, self._is_replayed = self._tokens + tokens, self._is_replayed or is_replayed
+
+    def _end_step(self, step: Step) -> None:
+        """Judges replays, and in the end the last change, by the first steps."""
+        steps, replays = self._steps[self._is_replayed], self._steps[True]
+        if len(steps) == WATCHED:
+            return
+        steps.append(step)
+        self._saved_by_replays = saving_of(self._steps[False], replays)
+        if steps is replays and len(steps) == WARM_UP:
+            self._since = 0  # recordings that were too many before are made now
+        if len(steps) == WATCHED and (steps is replays or not replays):
+            self.saved_by_change = saving_of(self._before[self._is_replayed], steps)
 
     def interrupt(self) -> None:
-        """Leaves out the time to the next call, in which something else was done."""
-        self._last, self._since = None, 0
+        """Leaves out the time to the next call and step, in which something else was done."""
+        self._last = self._began = None
+        self._since = 0
 
     def change(self) -> None:
-        """Forgets what was measured, since the layers take another time from now on."""
-        self.trials.clear()
+        """Forgets what was measured, but for the steps, since the layers take another time from now on."""
+        self._before, self._steps = self._steps, {False: [], True: []}
+        self._saved_by_replays = self.saved_by_change = None
+        self.trials, self.lost = list[Trial](), 0.0
+        self.is_busy: bool | None = None
         self._between.clear()
-        self._at_first = self.is_busy = None
         self.interrupt()
 
     @property
@@ -197,12 +249,16 @@ class Pace:
         return median(self._between) if len(self._between) >= WARM_UP - 1 else torch.inf
 
     def is_recorded(self, tokens: int, seen: int) -> bool:
-        """Whether a recording of a number of tokens that was seen so often is expected to pay."""
+        """Whether a recording of a number of tokens that was seen so often is expected to pay. Ranks that are not alone
+        lose no more than `LOST_SECONDS` before whole steps show what replays save.
+        """
         if self.between == torch.inf or not self._has_optimizer():
             return False
         saved, cost = self._expected(tokens), self._recording_seconds or RECORDING_SECONDS + 4 * self.between
         is_enough = saved > LEAST_SAVING * self.between
-        return is_enough and saved * self.training.further(seen - 1) > MARGIN * cost and self._may_lose(cost)
+        pays = saved * self.training.further(seen - 1) > MARGIN * cost
+        is_shown = self._is_alone or self._saved_by_replays is not None
+        return is_enough and pays and self._may_lose(cost) and (is_shown or self.lost < LOST_SECONDS)
 
     def _has_optimizer(self) -> bool:
         """Whether an optimizer has made a step, if one will. How much memory it takes is not known before."""
@@ -214,12 +270,18 @@ class Pace:
         return is_known and self._expected(tokens) > SURE * LEAST_SAVING * self.between
 
     def _may_lose(self, seconds: float) -> bool:
-        """Whether so many seconds, with those that were lost before, are little in relation to the training by the
-        layers, or less than what replays save of it.
+        """Whether so many seconds, with those that were lost before, are little in relation to the training, or less
+        than what replays save of it: of whole steps, or as trials say, which a rank that is alone may believe.
         """
-        left, at_first = self.training.further(self.calls), self._at_first or self.between
-        may_be_lost = LOST_PART * at_first * (self.calls + left) + (at_first - self.between) * left
-        return self.lost + seconds < LOST_SECONDS + may_be_lost
+        saving, left = self._saved_by_replays, self.training.further(self.calls)
+        if saving is None:
+            kept = [x.saved / self.between for x in self.trials if self._is_alone and self.is_kept(x)]
+            saving = median(kept) if kept else 0.0
+        else:
+            layers, replays = map(len, self._steps.values())
+            saving *= replays / (layers + replays)
+        may_be_lost = LOST_PART * (self.calls + left) + saving * left
+        return self.lost + seconds < LOST_SECONDS + self.between * may_be_lost
 
     def _expected(self, tokens: int) -> float:
         """The seconds that a replay of a number of tokens is expected to save: the host takes as long for any number,
@@ -239,34 +301,24 @@ class Pace:
         return trial.saved > LEAST_SAVING * self.between
 
     @contextmanager
-    def making(self) -> Iterator[Callable[[Trial | None], bool]]:
-        """Takes the time of making a recording. Yields a function that takes note of its trial, if it has had one, and
-        returns whether it is kept.
-        """
-        start, is_kept = self._now(), False
-
-        def note(trial: Trial | None) -> bool:
-            nonlocal is_kept
-            self.trials += [] if trial is None else [trial]
-            is_kept = trial is None or self.is_kept(trial)
-            if is_kept and self._at_first is None:
-                self._at_first = self.between
-            return is_kept
-
+    def making(self) -> Iterator[None]:
+        """Takes the time of making a recording, and of its trial."""
+        start = self._now()
         try:
-            yield note
+            yield
         finally:
             self._recording_seconds = self._now() - start
-            self.lost += 0 if is_kept else self._recording_seconds
+            self.lost += self._recording_seconds
             self.interrupt()
 
     def is_slower(self) -> bool:
-        """Whether calls have become slower since something was recorded, as where ranks wait for gradients that come
-        all at once. Asked after a number of calls without another recording.
+        """Whether replays are given back: if `WATCHED` whole steps are slower by them, or before, if the first ones
+        are and have lost, with what recordings took, more than `LOST_SECONDS`.
         """
-        if self._since != WATCHED or self._at_first is None:
-            return False
-        return median(self._lately) > SLOWER * self._at_first
+        saving, steps = self._saved_by_replays or 0.0, self._steps[True]
+        if len(steps) == WATCHED:
+            return saving < -SLOWER
+        return saving < 0 and self.lost - saving * sum(x.seconds for x in steps) > LOST_SECONDS
 
     def saving(self, before: float, after: float) -> float:
         """The part of the time between two calls that a faster forward saves, whose backward takes twice as long."""

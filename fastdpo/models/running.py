@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..distributed import Ballot
+from ..distributed import Ballot, rank_and_world_size
 from ..logs import logger
 from ..ops.choice import notes
 from ..ops.choice.notes import Compiled
@@ -50,6 +50,7 @@ class Runner:
     Attributes:
         compiled: the layers, if they are compiled.
         graphs: the CUDA graphs, if there may be any.
+        may_replay: whether the call may replay one.
     """
 
     def __init__(self, integration: str, role: str, compile: Compile) -> None:
@@ -66,10 +67,11 @@ class Runner:
         if self.graphs is not None:
             self.graphs.begin_training()
         self._training, self._step = training, 0
-        self._paces = {has_backward: Pace(training, has_backward=has_backward) for has_backward in (True, False)}
+        is_alone = rank_and_world_size()[1] == 1
+        self._paces = {x: Pace(training, has_backward=x, is_alone=is_alone) for x in (True, False)}
         self._is_decided = self._compile != "auto"
         self._ballots = [Ballot(f"{self._name}: {x}") for x in ("compile", "keep")]
-        self._is_tried = self._may_replay = False
+        self._is_tried = self.may_replay = False
         self._saving: float | None = None
         self._key = ""
 
@@ -91,8 +93,8 @@ class Runner:
         verdict: object,
         kind: str,
         obstacle: str | None,
-    ) -> bool:
-        """Prepares a packed call, and returns whether it may run by `states`.
+    ) -> None:
+        """Prepares a packed call.
 
         Args:
             model: the model.
@@ -109,24 +111,27 @@ class Runner:
         if not self._is_decided and self._training.done != self._step and self._pace is self._deciding:
             self._step = self._training.done
             self._decide(model)
+        elif self._pace.saved_by_change is not None:
+            self._note_saving(model.device)
         if self.compiled is not None:
             self.compiled.begin(model, structure, kind)
             if self.compiled.reason is not None and not self._is_decided:
                 self._settle(False, self.compiled.reason.named)
-        self._may_replay = self.graphs is not None and self.graphs.begin(model, backbone, verdict, kind, obstacle)
-        return self._may_replay or self._is_tried
+        self.may_replay = self.graphs is not None and self.graphs.begin(model, backbone, verdict, kind, obstacle)
 
     def states(self, verdict: Any, inputs: Inputs, index: Tensor) -> Tensor | None:
         """The states [N, D] of some tokens of a batch, if the call replays a graph; None if the layers run."""
         if self._is_tried and self._pace is self._deciding:
             self._try(verdict.backbone, inputs)
-        if self.graphs is None or not self._may_replay:
-            return None
-        return self.graphs.states(verdict, inputs, index, self._pace)
+        states = None
+        if self.graphs is not None and self.may_replay and not self._is_tried:
+            states = self.graphs.states(verdict, inputs, index, self._pace)
+        self._pace.take(inputs["input_ids"].shape[1], is_replayed=states is not None)
+        return states
 
     def release(self) -> bool:
         """Gives the memory of recordings back, after there was no more. Returns whether there were any."""
-        self._may_replay = False
+        self.may_replay = False
         return self.graphs is not None and self.graphs.release()
 
     def restore(self) -> None:
@@ -208,6 +213,13 @@ class Runner:
         before_median, after_median = (median(x) for x in zip(*pairs, strict=True))
         return first, before_median, after_median
 
+    def _note_saving(self, device: torch.device) -> None:
+        """Notes for later processes what compiled layers save of whole steps, which a trial has guessed."""
+        saving, self._pace.saved_by_change = self._pace.saved_by_change, None
+        noted = notes.read(device).layers.get(self._key)
+        if noted is not None and saving is not None and self._pace is self._deciding:
+            notes.note(device, layers={self._key: noted._replace(saving=saving)})
+
     def _run_as_they_are(self) -> None:
         if self.compiled is not None:
             self.compiled.restore()
@@ -215,14 +227,14 @@ class Runner:
 
     def _settle(self, compiles: bool, why: str) -> None:
         self._is_decided, self._training.settled[self._name] = True, compiles
-        if compiles and self.compiled is None:
-            self.compiled = CompiledLayers(self._name, is_asked=False)
         if not compiles:
             self._run_as_they_are()
-        for each in self._paces.values():
-            each.change()
-        if self.graphs is not None:
-            self.graphs.forget()
+        else:
+            self.compiled = self.compiled or CompiledLayers(self._name, is_asked=False)
+            for each in self._paces.values():
+                each.change()
+            if self.graphs is not None:
+                self.graphs.forget()
         state, other = ("compiled", False) if compiles else ("not compiled", True)
         logger.info(
             "fastdpo: %s: layers are %s from step %d on, %s; compile=%s decides otherwise, and FASTDPO_AUTO=0 nothing",

@@ -48,7 +48,7 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
     routed = verdict.routes_in(kwargs)
     routing = {"output_router_logits": True} if routed else {}
     router_logits, hidden = None, None
-    if batch.replays:
+    if batch.is_run:
         hidden = fused.runner.states(verdict, batch.inputs, layout.score_index)
     if hidden is None:
         output = verdict.backbone(*batch.args, **batch.inputs, **routing)

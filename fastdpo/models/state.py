@@ -121,7 +121,7 @@ class RunnableBatch(NamedTuple):
         inputs: arguments of the backbone.
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
-        replays: whether the runner may run the call (see `Runner.begin`).
+        is_run: whether the runner runs the call (see `Runner.states`).
         shares_images: whether the images of each pair are run once.
         part: what this rank computes of the batch, if ranks share it. The inputs are those of its tokens.
     """
@@ -130,7 +130,7 @@ class RunnableBatch(NamedTuple):
     inputs: dict[str, Any]
     args: tuple = ()
     bare_head: bool = False
-    replays: bool = False
+    is_run: bool = False
     shares_images: bool = False
     part: Part | None = None
 

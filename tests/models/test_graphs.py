@@ -125,14 +125,16 @@ def watched():
 @contextmanager
 def by_layers(replayed):
     """The layers run in the block, over the same padding where calls of `watched` were replayed."""
-    calls = iter(replayed)
+    calls, is_padded = iter(replayed), []
 
     def run_padded(self, verdict, inputs, index):
+        if not is_padded[-1]:
+            return None
         inputs = recording.padded(inputs, graphs.rounded_up(inputs["input_ids"].shape[1]))
         return verdict.backbone(**inputs).last_hidden_state[0].index_select(0, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "begin", lambda *_: next(calls))
+        patch.setattr(Runner, "begin", lambda *_: is_padded.append(next(calls)))
         patch.setattr(Runner, "states", run_padded)
         yield
     assert not [*calls]

@@ -1,5 +1,6 @@
 """What is decided about graphs and compiled layers: in drawn worlds, whose clock is planted, and on several ranks."""
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -14,7 +15,7 @@ from fastdpo import distributed
 from fastdpo.distributed import STEPS_OF_NOTICE, Ballot
 from fastdpo.models import pace
 from fastdpo.models.graphs import rounded_up
-from fastdpo.models.pace import BUSY, LEAST_SAVING, MARGIN, Pace, Training, Trial
+from fastdpo.models.pace import BUSY, LEAST_SAVING, MARGIN, NEAREST, WATCHED, Pace, Training, Trial
 from fastdpo.models.running import GRAPHS, PAIRS
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.choice.notes import Compiled
@@ -135,9 +136,10 @@ class Trained:
         self.is_decided = self.is_stopped = False
         self.rng = np.random.default_rng(0)
         self.training = Training(left=world.steps)
-        self.pace = Pace(self.training, lambda: self.seconds)
+        self.pace = Pace(self.training, lambda: self.seconds, is_alone=not world.reduce)
         ways = [(compiled, replays) for compiled in (False, True) for replays in (False, True)]
-        steps, self.backbone = ({way: f(*way).tolist() for way in ways} for f in (world.step, world.backbone))
+        self.steps, self.backbone = ({way: f(*way).tolist() for way in ways} for f in (world.step, world.backbone))
+        tokens = world.tokens.tolist()
         self.sizes, seen = world.padded.tolist(), Counter()
         for step in range(world.steps):
             batch = step % BATCHES
@@ -149,7 +151,8 @@ class Trained:
                 self.compile(batch)
             if not self.is_stopped:
                 self.record(batch, size, seen[size])
-            self.seconds += steps[self.compiled, size in self.recorded][batch]
+            self.pace.take(tokens[batch], is_replayed=size in self.recorded)
+            self.seconds += self.steps[self.compiled, size in self.recorded][batch]
 
     def measured(self, seconds: float) -> float:
         return seconds * (1 + self.world.noise * self.rng.standard_normal())
@@ -170,22 +173,23 @@ class Trained:
             pace.interrupt()
         if size in self.recorded or seen < 2 or not pace.is_recorded(size, seen):
             return
-        with pace.making() as make:
+        is_kept = True
+        with pace.making():
             self.seconds += world.recording
-            trial = None
             if not pace.is_sure(size):
                 self.seconds += 2 * (layers + replay)
                 tokens = int(world.sizes[batch] * TOKENS) + 1
                 trial = Trial(tokens, *(min(self.measured(x), self.measured(x)) for x in (layers, replay)))
-            if make(trial):
-                self.recorded.add(size)
+                pace.trials.append(trial)
+                is_kept = pace.is_kept(trial)
+        if is_kept:
+            self.recorded.add(size)
 
     def compile(self, batch: int) -> None:
         """As `Runner` does."""
         world, pace, first = self.world, self.pace, self.world.compiling / GRAPHS
         if world.is_noted and self.noted is None and pace.gain_of_compiling(1, Compiled(0.0, 1.0)) > 0:
-            others = self.rng.integers(BATCHES, size=PAIRS)
-            self.noted = Compiled(world.compiling, float(np.mean([self.saving(x) for x in others])))
+            self.noted = Compiled(world.compiling, self.saving_of_steps())
         if pace.gain_of_compiling(int(5e8), self.noted) <= 0:
             return
         self.is_decided = True
@@ -204,6 +208,14 @@ class Trained:
         self.compiled = True
         self.recorded.clear()
         pace.change()
+
+    def saving_of_steps(self) -> float:
+        """What an earlier process has found that compiled layers save of whole steps."""
+        replays = bool(self.recorded) and len(self.pace._steps[True]) >= NEAREST
+        batches = [x for x in range(BATCHES) if not replays or self.sizes[x] in self.recorded]
+        before, after = (self.steps[compiled, replays] for compiled in (False, True))
+        others = self.rng.choice(batches, WATCHED)
+        return float(np.median([1 - self.measured(after[x]) / self.measured(before[x]) for x in others]))
 
     def saving(self, batch: int) -> float:
         """What a trial of compiled layers finds, by replays if there are any."""
@@ -226,7 +238,7 @@ def test_drawn_worlds():
         if seconds > 1.01 * fixed["layers"] + 3:
             over.append((seed, seconds, fixed))
     print(f"near {np.mean(near):.4f}, over {len(over)}: {over[:20]}")
-    assert len(over) <= 0.01 * WORLDS, over
+    assert len(over) <= 0.001 * WORLDS, over
     assert np.mean(near) >= 0.85
 
 
@@ -287,10 +299,7 @@ def test_a_device_is_busy_if_it_takes_longer_than_the_host(monkeypatch):
 def test_a_recording_that_is_expected_to_save_much_needs_no_trial():
     found = clocked(*range(21))
     assert not found.is_sure(1000)
-    found._now = lambda: 21.0
-    for trial in (Trial(1000, 0.9, 0.3), Trial(2000, 0.9, 0.6)):
-        with found.making() as make:
-            assert make(trial)
+    found.trials += [Trial(1000, 0.9, 0.3), Trial(2000, 0.9, 0.6)]
     assert found.is_sure(1500)
     assert not found.is_sure(2900)
 
@@ -300,7 +309,7 @@ def test_trying_compiled_layers_must_be_affordable():
     short, long = (clocked(*range(40), left=left, done=40) for left in (1500, 2500))
     assert short.gain_of_compiling(1, None) < 0 < long.gain_of_compiling(1, None)
     assert short.gain_of_compiling(1, Compiled(45.0, 0.2)) > 0
-    short._at_first = 1.02
+    short.trials.append(Trial(1000, 0.9, 0.8))
     assert short.gain_of_compiling(1, None) > 0
 
 
@@ -309,8 +318,8 @@ def test_what_was_lost_counts(left, is_recorded):
     """A recording of 2 s that was not kept is a twentieth of a training of 50 s, and little of a long one."""
     found = clocked(*range(21), left=left, done=20)
     found._now = iter([20.0, 22.0]).__next__
-    with found.making() as make:
-        assert not make(Trial(1000, 0.9, 0.89))
+    with found.making():
+        found.trials.append(Trial(1000, 0.9, 0.89))
     assert found.is_recorded(500, 20) == is_recorded
 
 
@@ -322,19 +331,55 @@ def test_compiling_must_pay_in_what_is_left():
     assert short.gain_of_compiling(1, Compiled(1.0, 0.2)) > 0
 
 
-@pytest.mark.parametrize(("seconds", "is_slower"), [(1.1, True), (1.01, False), (0.5, False)])
-def test_calls_that_become_slower_after_a_recording(seconds, is_slower):
-    times = [*range(20), *(19 + seconds * i for i in range(1, 80))]
-    found = Pace(Training(done=10, left=1000), iter(sorted([*times, 19.0, 19.0])).__next__)
-    for _ in range(20):
+def stepped(before, after, steps, recording=1.0, **options):
+    """The pace of 20 steps by layers, of a recording, and of others by replays. Seconds are by tokens of a batch."""
+    clock, training = [0.0], Training(left=1000)
+    found = Pace(training, lambda: clock[0], **options)
+    for step in range(20 + steps):
+        training.done += 1
         found.call()
-    with found.making() as make:
-        assert make(Trial(100, 0.9, 0.1))
-    asked = []
-    for _ in range(60):
+        if step == 20:
+            with found.making():
+                found.trials.append(Trial(1000, 0.9, 0.1))
+                clock[0] += recording
+            found.call()
+        tokens = 1000 + 100 * (step % 7)
+        found.take(tokens, is_replayed=step >= 20)
+        clock[0] += (after if step >= 20 else before)(tokens)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slower", "steps", "is_slower"),
+    [(1.5, 8, False), (1.5, 12, True), (1.03, 40, False), (1.03, 60, True), (1.01, 60, False), (0.5, 60, False)],
+)
+def test_replays_that_make_whole_steps_slower(slower, steps, is_slower):
+    """As where ranks wait for gradients that come all at once: at once where they have lost much, at last at 2 %."""
+    found = stepped(lambda tokens: tokens / 5000, lambda tokens: slower * tokens / 5000, steps)
+    assert found.is_slower() == is_slower
+
+
+def test_ranks_believe_whole_steps_alone():
+    """The trial of a recording has seen nothing of what they wait for, in calls with gradients."""
+    for options in ({}, {"is_alone": False}, {"is_alone": False, "has_backward": False}):
+        is_alone = options.get("is_alone", True) or not options.get("has_backward", True)
+        early, late = (stepped(lambda _: 1.0, lambda _: 0.5, n, 20.0, **options) for n in (5, 12))
+        assert early._may_lose(20) == is_alone
+        assert late._may_lose(20)
+
+
+def test_what_a_change_saves_of_whole_steps():
+    """Next to steps of the same kind with as many tokens."""
+    found = stepped(lambda tokens: tokens / 1000, lambda _: 0.5, 60)
+    found.change()
+    clock = itertools.count()
+    found._now = clock.__next__
+    for step in range(WATCHED + 5):
+        assert found.saved_by_change is None or step > WATCHED
+        found.training.done += 1
         found.call()
-        asked.append(found.is_slower())
-    assert asked.count(True) == is_slower
+        found.take(1600 if step < 40 else 1300, is_replayed=False)
+    assert found.saved_by_change == pytest.approx(1 - 1 / 1.6)
 
 
 def test_without_a_trainer_as_many_steps_are_expected_as_were_done():

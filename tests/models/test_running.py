@@ -87,6 +87,21 @@ def test_layers_are_compiled_between_two_steps(speed, caplog):
     assert noted.saving == pytest.approx(0.5)
 
 
+def test_what_whole_steps_have_saved_is_noted(speed, monkeypatch):
+    """Instead of what a trial of forward passes has found."""
+    model = prepared(speed)
+    noted = []
+    monkeypatch.setattr(pace, "WATCHED", 2)
+    monkeypatch.setattr(pace, "saving_of", lambda *_: 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(12):
+        step(model, BATCHES[0])
+        optimizer.step()
+        noted += notes.read(model.device).layers.values()
+    assert [noted[0].saving, noted[-1].saving] == pytest.approx([0.5, 0.1])
+    assert noted[0].seconds == noted[-1].seconds
+
+
 def test_compiled_layers_that_are_not_faster_are_taken_back(speed, caplog):
     caplog.set_level("INFO", "fastdpo")
     speed["compiled"] = 0.99

@@ -146,7 +146,7 @@ def _compare(
             with perturbed(layers_of(model), random_rounding, unit):
                 rounded = outcome(_prior_results, args, kwargs)
         # A recording needs two batches, and is compared with the layers when it is made.
-        found = outcome(_fused_results, model, batch._replace(replays=False), kwargs)
+        found = outcome(_fused_results, model, batch._replace(is_run=False), kwargs)
         if any(x.grad is not None for x in model.parameters()):  # by a `backward` inside of the backward pass
             return Reason("verified-checkpoints")
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
@@ -166,7 +166,7 @@ def _how(fused: FusedForward, batch: RunnableBatch) -> str:
     """What ran the layers of a call that was compared, in words, if it was not the model alone."""
     compiled = fused.runner.compiled
     layers = "compiled layers" if compiled is not None and compiled.layers else "layers"
-    if batch.replays:
+    if batch.is_run and fused.runner.may_replay:
         return f" with its {layers}, which CUDA graphs are compared with"
     return f" with its {layers}" if layers != "layers" else ""
 
