@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....logs import logger, warn
+from ....logs import warn
 from ....models.batch import as_current
 from ....models.calls import outcomes
 from ...line import TrainerLine
@@ -46,8 +46,8 @@ FILLED = "cuda"
 """The type of devices that wait for the host while batches are small."""
 
 ADVICE = (
-    'fastdpo: %s: a step accumulates %d batches; fastdpo.patch(max_tokens="auto") trains on the same rows in as few as '
-    "fit the device, which is faster where they are small"
+    'a step accumulates {} batches; fastdpo.patch(max_tokens="auto") trains on the same rows in as few as fit the '
+    "device, which is faster where they are small"
 )
 
 Scores = dict[str, Tensor]
@@ -137,7 +137,7 @@ class BudgetLine(TrainerLine):
         """Names the option to who accumulates batches on a device that they may not fill."""
         batches, device = trainer.args.gradient_accumulation_steps, trainer.args.device
         if batches > 1 and device.type == FILLED and trainer.args.process_index == 0 and not self._uncuttable(trainer):
-            logger.warning(ADVICE, self.name, batches)
+            warn(f"{self.name}: {ADVICE.format(batches)}")
 
     def _uncuttable(self, trainer: Any) -> str | None:
         return unsupported_reason(trainer, self.trainer_class()) or self.uncuttable(trainer)
