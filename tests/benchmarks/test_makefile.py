@@ -58,7 +58,7 @@ def test_each_run_of_a_day_on_a_gpu_has_its_seconds_and_its_cases(tmp_path, monk
     python.chmod(0o755)
     seconds = []
     for part in ("gpu-day-1", "gpu-day-2"):
-        command = ["make", part, f"GPU_PYTHON={python}", f"GPU_OUT={tmp_path / 'out'}"]
+        command = ["make", "--no-print-directory", part, f"GPU_PYTHON={python}", f"GPU_OUT={tmp_path / 'out'}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         seconds.append([int(x) for x in re.findall(r"^timeout --kill-after 5 (\d+) ", done.stdout, re.MULTILINE)])
         last = done.stdout.splitlines()[-len(seconds[-1]) :]
