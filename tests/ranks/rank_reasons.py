@@ -237,4 +237,5 @@ NOT_OF_ONE_RANK = {
     "no-head-weight": "as head-type: a head without a weight has a class of its own",
     "offloaded-head": "accelerate moves weights to the disk for one process only",
     "split-head": "tensor parallelism cuts the head on all ranks",
+    "transformed-call": "no trainer transforms a call by torch.func",
 }
