@@ -318,8 +318,10 @@ def test_what_was_lost_counts(left, is_recorded):
     """A recording of 2 s that was not kept is a twentieth of a training of 50 s, and little of a long one."""
     found = clocked(*range(21), left=left, done=20)
     found._now = iter([20.0, 22.0]).__next__
+    trial = Trial(1000, 0.9, 0.89)
     with found.making():
-        found.trials.append(Trial(1000, 0.9, 0.89))
+        found.trials.append(trial)
+    assert not found.is_kept(trial)
     assert found.is_recorded(500, 20) == is_recorded
 
 
