@@ -304,7 +304,7 @@ gpu-day-2:
 # The wheels that a machine with a GPU lacks, for Python 3.12, and the sources of flash-attn 2, in out/gpu/wheels.
 # Their requirements are checked against each other and against tools/gpu-machine.txt. There:
 # `pip install --no-deps --no-index --find-links out/gpu/wheels -r tools/gpu-wheels.txt`, without `--target`: datasets
-# cannot hash functions that see a pyarrow outside of site-packages. All are 190 MB. bitsandbytes keeps its libraries for
+# cannot hash functions that see a pyarrow outside of site-packages. All are 225 MB. bitsandbytes keeps its libraries for
 # a CPU and for CUDA 13 alone: 4 MB instead of 43. What is too large to be carried at once goes in halves, such as
 # nvidia-cutlass-dsl-libs-cu13 (92 MB, which flash-attn 4 needs): `split -b 46M FILE PART.`, and there `cat PART.* > FILE`.
 GPU_WHEELS := out/gpu/wheels

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
-RESAMPLES, AT_ONCE = 9999, 1000
+RESAMPLES = 9999
 CONFIDENCE = 0.95
 
 Batches = Sequence[Sequence[float]]
@@ -56,16 +57,15 @@ def _bootstrap(sides: Sequence[Batches], statistic: Callable[[Callable[[int], np
     ends = np.cumsum([0, *map(len, sides)])
     data = [np.asarray(batch, dtype=float) for side in sides for batch in side]
 
-    def statistic_of(batches: Sequence[np.ndarray]) -> np.ndarray:
-        medians = [np.median(batch, axis=-1) for batch in batches]
+    def statistic_of_batches(*batches: np.ndarray, axis: int = -1) -> np.ndarray:
+        medians = [np.median(batch, axis=axis) for batch in batches]
         return statistic(lambda side: np.mean(medians[ends[side] : ends[side + 1]], axis=0))
 
-    value = float(statistic_of(data))
+    value = float(statistic_of_batches(*data))
     if min(map(len, data)) < 2:
         return Estimate(value)
-    generator, found = np.random.default_rng(0), list[np.ndarray]()
-    for begin in range(0, RESAMPLES, AT_ONCE):
-        n = min(AT_ONCE, RESAMPLES - begin)
-        found.append(statistic_of([x[generator.integers(len(x), size=(n, len(x)))] for x in data]))
-    low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(value, float(low), float(high))
+    options = {"n_resamples": RESAMPLES, "confidence_level": CONFIDENCE, "method": "percentile", "batch": 1000}
+    result = stats.bootstrap(
+        data, statistic_of_batches, paired=False, vectorized=True, rng=np.random.default_rng(0), **options
+    )
+    return Estimate(value, float(result.confidence_interval.low), float(result.confidence_interval.high))
