@@ -1,6 +1,7 @@
 """Trainers with completions of a vLLM server, stock against patched."""
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,11 @@ import torch
 from peft import LoraConfig
 from trl import GRPOTrainer, RLOOTrainer
 
-from fastdpo.integrations.admission.versions import installed_version
-from fastdpo.integrations.lines import lines_of
-from fastdpo.integrations.options import PatchOptions
+import fastdpo
+from fastdpo.models.state import state_of
 from tests.support.stand_ins import vllm
 from tests.support.trl.dpo import LORA, assert_fused
-from tests.support.trl.groups import assert_same_groups, train_both_groups
+from tests.support.trl.groups import NAMES, assert_same_groups, build_group, train_both_groups
 from tests.support.trl.online import assert_all_same, train_three, writer
 
 SERVER = dict(use_vllm=True, vllm_mode="server")
@@ -75,8 +75,10 @@ def test_online_dpo(tmp_path, clients, options):
 
 
 @pytest.mark.parametrize(("mode", "compile"), [("colocate", False), ("server", "auto")])
-def test_an_engine_on_the_same_device_keeps_its_memory(mode, compile):
-    line = next(x for x in lines_of("trl.GRPOTrainer") if x.supports(installed_version("trl"))).load()
-    line.options = PatchOptions()
-    trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=True, vllm_mode=mode))
-    assert line.request(trainer, "reference").compile == compile
+@pytest.mark.parametrize("trainer_class", NAMES)
+def test_an_engine_on_the_same_device_keeps_its_memory(tmp_path, monkeypatch, trainer_class, mode, compile):
+    module = sys.modules[trainer_class.__module__]
+    monkeypatch.setattr(module, "VLLMGeneration", lambda **options: SimpleNamespace())
+    with fastdpo.patched(trainer_class):
+        trainer = build_group(tmp_path, writer(), trainer_class, beta=0.0, use_vllm=True, vllm_mode=mode)
+        assert state_of(trainer.model).options.compile == compile

@@ -42,12 +42,13 @@ class FusedHeadLine(TrainerLine):
     Attributes:
         kind_without_gradient: the kind that calls of the policy without gradients are counted as (see
             `ForwardOptions`), as are `images`.
-        leaves_models: whether models stay as TRL prepares them, while a trainer is created that is left unpatched.
+        creating: the trainer whose `__init__` runs, or None. If it is left unpatched, its models stay as TRL prepares
+            them.
     """
 
     kind_without_gradient: ClassVar[str] = "policy"
     images: ClassVar[bool] = False
-    leaves_models: bool = False
+    creating: Any = None
 
     def unsupported_reason(self) -> Reason | None:
         return self.signature_difference(_PARAMETERS) or super().unsupported_reason()
@@ -63,9 +64,13 @@ class FusedHeadLine(TrainerLine):
         """None: TRL gives each model to `add_fused_lm_head`."""
         return {}
 
+    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        with temporarily(self, creating=trainer):
+            super().init(stock, trainer, *args, **kwargs)
+
     def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        with temporarily(self, leaves_models=True):
-            stock(trainer, *args, **kwargs)
+        with temporarily(self, creating=trainer):
+            super().init_unpatched(stock, trainer, *args, **kwargs)
 
     def add_fused_lm_head(
         self,
@@ -77,14 +82,15 @@ class FusedHeadLine(TrainerLine):
         *args: Any,  # of a newer TRL, as everywhere in these lines
         **kwargs: Any,
     ) -> None:
-        if not self.leaves_models:
+        is_fused = self.creating is None or self.state_of(self.creating) is not None
+        if is_fused:
             model = getattr(model, "_orig_mod", model)  # TRL would give its head to the wrapper of torch.compile
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
-        if self.leaves_models:
+        if not is_fused:
             return
         role = "policy" if len(outputs) > 1 else "reference"  # only the policy's statistics feed metrics
-        options = self.request(None, role)._replace(
+        options = self.request(self.creating, role)._replace(
             kind_without_gradient=self.kind_without_gradient,
             outputs=tuple(name for name in outputs if name in _STATISTICS),
             temperature=temperature,
