@@ -31,13 +31,13 @@ def is_replaced(accelerator: Any) -> bool:
 def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[None]:
     """During the block, metrics are gathered from all ranks.
 
-    Does nothing if user code has replaced the accelerator's gathering functions.
+    Does nothing in one process, or if user code has replaced the accelerator's gathering functions.
 
     Args:
         accelerator: of the trainer.
         gather: gathers in the place of `Accelerator.gather`.
     """
-    if is_replaced(accelerator):
+    if accelerator.num_processes == 1 or is_replaced(accelerator):
         yield
         return
     of_all: Gather = gather or accelerator.gather

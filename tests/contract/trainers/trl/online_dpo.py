@@ -50,7 +50,11 @@ OPTIONS = {
     "adapter beside a reference": (dict(peft_config=LoraConfig(**LORA)), FULL),
     "loaded adapter": (dict(reference=False, prepare=trained_adapter, learning_rate=0.1), FULL),  # TRL copies it
     # batches and memory
-    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
+    "accumulation": (
+        # the last batch of an epoch has three of seven prompts
+        dict(gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2, data=LONG[1:]),
+        dict(policy=4, reference=4),
+    ),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
     "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1, reference=1)),
     # positions that count the padding of a prompt
