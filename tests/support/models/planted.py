@@ -6,13 +6,16 @@ every trainer calls alike, so that stock and patched trainings see the same chan
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
+from transformers.models.llama import modeling_llama
 
 Model = Any
 
@@ -120,6 +123,20 @@ class Lengthy(Wrapped):
         return self.inner(hidden) * max(1.0, hidden.shape[1] / 80)
 
 
+def eager_attention_of_its_own(model: Model) -> None:
+    """By another function than `eager_attention_forward` of the modeling file."""
+
+    def sharper(*args: Any, scaling: float, **options: Any) -> Any:
+        return modeling_llama.eager_attention_forward(*args, scaling=2 * scaling, **options)
+
+    own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
+    names = own.__globals__ | {"eager_attention_forward": sharper}
+    forward = FunctionType(own.__code__, names, argdefs=own.__defaults__)
+    model.set_attn_implementation("eager")
+    for layer in layers_of(model):
+        layer.self_attn.forward = MethodType(forward, layer.self_attn)
+
+
 def hook(model: Model) -> None:
     layers_of(model)[0].register_forward_hook(lambda module, args, output: None)
 
@@ -196,6 +213,7 @@ PLANTED = {
     "changing attribute": Planted(attribute_that_changes_each_time),
     "configuration": Planted(configuration_that_is_changed, ("bidirectional",)),
     "scale of lengths": Planted(in_layers(Lengthy), ("different-states",)),
+    "eager attention": Planted(eager_attention_of_its_own, ("different-states",)),
 }
 
 
