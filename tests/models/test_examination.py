@@ -196,6 +196,10 @@ def test_adapters_that_calibrate(init_type):
     torch.testing.assert_close(*gradients)
 
 
+def test_a_model_of_few_positions_is_examined():
+    assert scored(fastdpo.prepare(tiny_model(max_position_embeddings=8))) == "fused"
+
+
 def test_what_a_dictionary_holds_is_looked_at(probed):
     model = tiny_model().train()
     in_layers(Scaled)(model)

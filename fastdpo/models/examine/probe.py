@@ -128,7 +128,7 @@ def _probe_rows(
     several times as many rows. Rows are padded on the left, too, unless padding is seen there.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
-    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16), left_padding != "seen", copies)
+    ids, mask, groups = _rows(text_config(model), min(longest, max(limit - 16, 0)), left_padding != "seen", copies)
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
