@@ -143,11 +143,11 @@ def _installed(package: str) -> str:
 
 def _path(device: torch.device) -> Path | None:
     """The file of a device, or None if notes are disabled."""
-    given = os.environ.get(VARIABLE)
-    if given == "0":
+    given = os.environ.get(VARIABLE) or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/fastdpo"
+    directory = os.path.expanduser(given)
+    if given == "0" or directory.startswith("~"):  # the user of a container may have no home directory
         return None
-    directory = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastdpo"
-    return directory / f"kernels-{digest(device)}.json"
+    return Path(directory) / f"kernels-{digest(device)}.json"
 
 
 def forget() -> None:

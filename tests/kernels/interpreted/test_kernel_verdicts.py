@@ -253,8 +253,11 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monke
     assert caplog.text.count("each process tries the kernels again") == 1
 
 
-def test_the_file_can_be_switched_off(monkeypatch, tmp_path):
-    monkeypatch.setenv(notes.VARIABLE, "0")
+@pytest.mark.parametrize("directory", ["0", "~no-such-user/cache"])
+def test_the_file_can_be_switched_off(directory, monkeypatch, tmp_path):
+    """Containers may run as a user who has no home directory."""
+    monkeypatch.setenv(notes.VARIABLE, directory)
+    monkeypatch.chdir(tmp_path)
     logps_and_gradient()
     assert not list(tmp_path.iterdir())
 
