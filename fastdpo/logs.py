@@ -17,9 +17,17 @@ class NotFused(RuntimeError):
     """
 
 
+def is_set(variable: str, default: str) -> bool:
+    """Whether an environment variable that must be 0 or 1, or its default, is 1."""
+    value = os.environ.get(variable) or default
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1; got {value!r}")
+    return value == "1"
+
+
 def strict() -> bool:
     """Whether `FASTDPO_STRICT` turns every fallback into an error."""
-    return os.environ.get(STRICT, "0") not in ("", "0")
+    return is_set(STRICT, default="0")
 
 
 def report(message: str) -> None:

@@ -7,7 +7,6 @@ last step, how many calls are left. What is not known is guessed, and each guess
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..logs import is_set
 from ..ops import second_derivatives
 from ..ops.choice.notes import Compiled
 
@@ -345,4 +345,4 @@ def is_on() -> bool:
     differentiated again, as compiled layers cannot.
     """
     is_fixed = torch.are_deterministic_algorithms_enabled() or second_derivatives.uses
-    return os.environ.get(VARIABLE) != "0" and not is_fixed
+    return is_set(VARIABLE, default="1") and not is_fixed

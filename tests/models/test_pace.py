@@ -393,6 +393,9 @@ def test_what_fixes_a_run(monkeypatch):
     assert pace.is_on()
     monkeypatch.setenv("FASTDPO_AUTO", "0")
     assert not pace.is_on()
+    monkeypatch.setenv("FASTDPO_AUTO", "false")
+    with pytest.raises(ValueError, match="FASTDPO_AUTO must be 0 or 1; got 'false'"):
+        pace.is_on()
     monkeypatch.delenv("FASTDPO_AUTO")
     monkeypatch.setattr(second_derivatives, "uses", [None])
     assert not pace.is_on()

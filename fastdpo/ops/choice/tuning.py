@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -34,7 +33,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from ...distributed import store_of_ranks
-from ...logs import logger
+from ...logs import is_set, logger
 from ..devices import constant_while_tracing, in_new_thread, is_capturing
 from . import notes
 from .verdicts import Kernel
@@ -89,7 +88,7 @@ def is_on(device: torch.device) -> bool:
     """Whether calls on a device are tuned."""
     if device.type not in TUNED_DEVICES or (device.type == "cuda" and not torch.cuda.is_available()):
         return False
-    return os.environ.get(VARIABLE) != "0" and not torch.are_deterministic_algorithms_enabled()
+    return is_set(VARIABLE, default="1") and not torch.are_deterministic_algorithms_enabled()
 
 
 def choose(call: Kernel, builtin: str, candidates: Callable[[], Sequence[Candidate]]) -> str:
