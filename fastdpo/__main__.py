@@ -154,7 +154,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )
     runner.add_argument(
         "--max-tokens",
-        type=lambda text: text if text == "auto" else int(text),
+        type=_tokens,
         metavar="TOKENS",
         help="cut the rows of each step by distinct tokens, or auto",
     )
@@ -169,6 +169,13 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
+
+
+def _tokens(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be a positive integer or "auto"; got {text!r}') from None
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -39,11 +39,12 @@ def test_version(capsys):
     [
         (["run", "--verfy", "train.py"], "unrecognized arguments: --verfy; did you mean --verify?"),
         (["run", "--maxtokens", "9", "train.py"], "unrecognized arguments: --maxtokens; did you mean --max-tokens?"),
+        (["run", "--max-tokens", "1.5", "x.py"], "--max-tokens: must be a positive integer or \"auto\"; got '1.5'\n"),
         (["doctor", "--jsno"], "unrecognized arguments: --jsno; did you mean --json?"),
         (["doctor", "--qqq"], "unrecognized arguments: --qqq\n"),
     ],
 )
-def test_an_unknown_option_names_the_one_that_was_meant(arguments, message, capsys):
+def test_a_wrong_option_names_what_was_meant(arguments, message, capsys):
     with pytest.raises(SystemExit):
         parsed(arguments)
     assert message in capsys.readouterr().err

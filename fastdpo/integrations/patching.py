@@ -252,7 +252,7 @@ def examine(*targets: Target | Sequence[Target]) -> PatchReport:
         TypeError, ValueError: a target is unknown.
     """
     with _lock:
-        examined = _examine_all(targeted_trainers("examine", targets), bool(targets))
+        examined = _examine_all(targeted_trainers("doctor", targets), bool(targets))
     return PatchReport(tuple(x.current_seam() for x in examined))
 
 
