@@ -19,7 +19,7 @@ from ..second_derivatives import gradients_of_definition
 from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
 from .passes import HEAD, HeadCall, TileFormat, backward_pass, empty_outputs, forward_pass
-from .results import TokenLogps, named_results, requested_statistics, statistic_names
+from .results import TokenLogps, Transform, named_results, requested_statistics, statistic_names
 from .row_warps import OP
 
 MEMORY_BUDGET = 512 << 20
@@ -70,17 +70,17 @@ def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, 
 
 
 class _LinearLogps(torch.autograd.Function):
-    """`scalars` are the fields of a `HeadCall` after the targets."""
-
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, main_grad, statistics, keep, form_jacobian, *scalars):
+    def forward(
+        ctx, hidden, weight, bias, targets, transform, compute_dtype, main_grad, statistics, keep, form_jacobian
+    ):
         ctx.set_materialize_grads(False)
         forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
-        head = (hidden, weight, bias, targets, *scalars)
+        head = (hidden, weight, bias, targets, *transform, compute_dtype)
         kept, jacobian, logps, shift, others, total, *extra = forward(statistics, keep, form_jacobian, *head)
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, shift, others, total)
-        ctx.scalars, ctx.main_grad = scalars, main_grad
+        ctx.transform, ctx.compute_dtype, ctx.main_grad = transform, compute_dtype, main_grad
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -95,7 +95,7 @@ class _LinearLogps(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         again = torch.is_grad_enabled() and not is_traced()
         if (again or is_transformed()) and ctx.main_grad is None:
-            define = functools.partial(_defined, targets, ctx.scalars, ctx.has_entropy)
+            define = functools.partial(_defined, targets, ctx.transform, ctx.compute_dtype, ctx.has_entropy)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
             return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *others
         main_grad = ctx.main_grad if needs_weight else None
@@ -103,7 +103,7 @@ class _LinearLogps(torch.autograd.Function):
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
         is_op = is_traced() or torch.is_grad_enabled()
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
-        grads = backward(*given, hidden, weight, bias, targets, *ctx.scalars)
+        grads = backward(*given, hidden, weight, bias, targets, *ctx.transform, ctx.compute_dtype)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *others
 
 
@@ -119,13 +119,17 @@ def _take_kept(ctx: Any) -> Tensor:
 
 
 def _defined(
-    targets: Tensor, scalars: Sequence[Any], has_entropy: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    targets: Tensor,
+    transform: Transform,
+    compute_dtype: torch.dtype,
+    has_entropy: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> TokenLogps:
     """The differentiable results by the op's definition, in the dtype of its sums."""
-    softcap, logit_scale, temperature, compute_dtype = scalars
-    wide = accumulation_dtype(compute_dtype)
-    given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-    given |= dict(bias=None if bias is None else bias.to(wide), outputs=("logps", "entropy")[: 1 + has_entropy])
+    wide, outputs = accumulation_dtype(compute_dtype), ("logps", "entropy")[: 1 + has_entropy]
+    given = {**transform._asdict(), "bias": None if bias is None else bias.to(wide), "outputs": outputs}
     return definitions.linear_logps(hidden.to(wide), weight.to(wide), targets, **given)
 
 
@@ -214,11 +218,10 @@ def linear_logps(
     checks.require_transform(OP, softcap, logit_scale, temperature)
     statistics, compute_dtype = requested_statistics(OP, outputs), _compute_dtype(hidden)
     _check_main_grad(main_grad, weight, compute_dtype)
+    transform = Transform(softcap, logit_scale, temperature)
     if is_transformed() and main_grad is None:
-        transform: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-        return definitions.linear_logps(
-            hidden, weight, targets, bias=bias, **transform, outputs=statistic_names(statistics)
-        )
+        given = {**transform._asdict(), "bias": bias, "outputs": statistic_names(statistics)}
+        return definitions.linear_logps(hidden, weight, targets, **given)
 
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
@@ -227,9 +230,8 @@ def linear_logps(
     budget = budget_for(trained, memory_of(weight.device)) if memory_budget is None else memory_budget
     keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
 
-    scalars = (softcap, logit_scale, temperature, compute_dtype)
     logps, *extra = _LinearLogps.apply(
-        hidden, weight, bias, targets, main_grad, statistics, keep, form_jacobian, *scalars
+        hidden, weight, bias, targets, transform, compute_dtype, main_grad, statistics, keep, form_jacobian
     )
     return named_results(logps, extra, statistics, targets.shape)
 

@@ -25,16 +25,16 @@ LOGGED_STATISTICS = ("entropy", "mean_logits", "is_top1")
 
 
 class Transform(NamedTuple):
-    """The transform `z = softcap * tanh(scale * x / softcap) / temperature` of raw logits x."""
+    """The transform `z = softcap * tanh(logit_scale * x / softcap) / temperature` of raw logits x."""
 
     softcap: float | None
-    scale: float
+    logit_scale: float
     temperature: float
 
     def apply_(self, x: Tensor) -> Tensor:
         """Transforms x in place, in its dtype."""
-        if self.scale != 1.0:
-            x.mul_(self.scale)
+        if self.logit_scale != 1.0:
+            x.mul_(self.logit_scale)
         if self.softcap is not None:
             x.div_(self.softcap).tanh_().mul_(self.softcap)
         return x if self.temperature == 1.0 else x.div_(self.temperature)
@@ -45,7 +45,7 @@ class Transform(NamedTuple):
 
     @property
     def gain(self) -> float:
-        return self.scale / self.temperature
+        return self.logit_scale / self.temperature
 
 
 @dataclass(frozen=True)

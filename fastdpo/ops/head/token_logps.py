@@ -112,9 +112,8 @@ def _write_gradient(
 
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics, inplace_backward):
+    def forward(ctx, logits, targets, transform, statistics, inplace_backward):
         ctx.set_materialize_grads(False)
-        transform = softcap, logit_scale, temperature
         logps, shift, others, total, *extra = token_logps_fwd(logits, targets, *transform, statistics)
         ctx.save_for_backward(logits, targets, shift, others, total)
         ctx.transform, ctx.inplace, ctx.overwritten = transform, inplace_backward, False
@@ -124,26 +123,24 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
-        if grad_logps is None and (not ctx.has_entropy or grad_extra[0] is None):
-            return (None,) * 7
+        upstream, others = (grad_logps, grad_extra[0] if ctx.has_entropy else None), [None] * 4
+        if all(x is None for x in upstream):
+            return None, *others
         if is_transformed() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             logits, targets, *_ = ctx.saved_tensors
-            softcap, logit_scale, temperature = ctx.transform
-            given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-            given["outputs"] = ("logps", "entropy")[: 1 + ctx.has_entropy]
+            given = {**ctx.transform._asdict(), "outputs": ("logps", "entropy")[: 1 + ctx.has_entropy]}
             define = functools.partial(definitions.token_logps, targets=targets, **given)
-            upstream = grad_logps, grad_extra[0] if ctx.has_entropy else None
-            return *gradients_of_definition(define, [logits], [True], upstream), *[None] * 6
+            return *gradients_of_definition(define, [logits], [True], upstream), *others
         if ctx.inplace and not torch.compiler.is_compiling():
             got = "True, and the first one has overwritten the logits"
             checks.require(not ctx.overwritten, OP, "inplace_backward", "be False for a second backward", got)
             ctx.overwritten = True
         logits, targets, *sums = ctx.saved_tensors
-        arguments = (grad_logps, grad_extra[0] if ctx.has_entropy else None, logits, targets, sums, *ctx.transform)
+        arguments = (*upstream, logits, targets, sums, *ctx.transform)
         if ctx.inplace:
             token_logps_bwd_(*arguments)
-            return logits, *[None] * 6
-        return token_logps_bwd(*arguments), *[None] * 6
+            return logits, *others
+        return token_logps_bwd(*arguments), *others
 
 
 def token_logps(
@@ -201,16 +198,13 @@ def token_logps(
     checks.require_targets(OP, targets, logits.shape[:-1])
     checks.require_same_device(OP, logits=logits, targets=targets)
     checks.require_transform(OP, softcap, logit_scale, temperature)
-    statistics = requested_statistics(OP, outputs)
+    statistics, transform = requested_statistics(OP, outputs), Transform(softcap, logit_scale, temperature)
     if is_transformed():
-        given: Any = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-        given["outputs"] = statistic_names(statistics)
-        return definitions.token_logps(logits, targets, **given)
+        return definitions.token_logps(logits, targets, **transform._asdict(), outputs=statistic_names(statistics))
     rows = logits.reshape(-1, logits.shape[-1])
     if inplace_backward:
         checks.require_distinct_memory(OP, "logits", rows, "inplace_backward overwrites them")
-    options = (softcap, logit_scale, temperature, statistics, inplace_backward)
-    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), *options)
+    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), transform, statistics, inplace_backward)
     return named_results(logps, extra, statistics, targets.shape)
 
 

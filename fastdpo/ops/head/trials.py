@@ -60,9 +60,7 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
 
     x, targets = _logits(UNALIGNED * blocks, dtype), _targets(UNALIGNED * blocks)
     on_device = targets.to(device)
-    softcap, logit_scale, temperature = capped
-    options: dict[str, Any] = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-    exact = definitions.token_logps(x, targets, **options, outputs=STATISTICS)
+    exact = definitions.token_logps(x, targets, **capped._asdict(), outputs=STATISTICS)
     logits = placed(x.detach(), device, dtype, aligned=False)
     logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS), warps=warps)
     yield "logps", logps, exact.logps
