@@ -19,13 +19,12 @@ from ..head.token_logps import token_logps
 
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
-def segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sums [S] of values [N], in float64 and in a fixed order."""
+def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     sums = torch.segment_reduce(values.double(), "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
     return sums.to(values.dtype)
 
 
-@segment_sums.register_fake
+@_fwd.register_fake
 def _(values, cu_seqlens):
     return values.new_empty(cu_seqlens.shape[0] - 1)
 
@@ -46,16 +45,20 @@ def _save(ctx, inputs, output):
     ctx.tokens = values.shape[0]
 
 
-def _gradients(ctx, grad):
-    (cu_seqlens,) = ctx.saved_tensors
-    return _bwd(grad, cu_seqlens, ctx.tokens), None
-
-
-segment_sums.register_autograd(_gradients, setup_context=_save)
+_fwd.register_autograd(lambda ctx, grad: (_bwd(grad, *ctx.saved_tensors, ctx.tokens), None), setup_context=_save)
 _bwd.register_autograd(
-    lambda ctx, grad: (segment_sums(grad, *ctx.saved_tensors), None, None),
+    lambda ctx, grad: (_fwd(grad, *ctx.saved_tensors), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
 )
+
+
+def segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums [S] of values [N], in float64 and in a fixed order, unless torch.func transforms them."""
+    if not is_transformed():
+        return _fwd(values, cu_seqlens)
+    lengths = cu_seqlens.diff()
+    index = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return values.new_zeros(len(lengths)).index_add(0, index, values)
 
 
 def sequence_logps(
@@ -139,14 +142,8 @@ def linear_sequence_logps(
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     _require_bounds(op, cu_seqlens, targets.numel())
-    bounds, values = cu_seqlens.long(), logps.reshape(-1)
-    if is_transformed():
-        lengths = bounds.diff()
-        index = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
-        sums = values.new_zeros(len(lengths)).index_add(0, index, values)
-    else:
-        sums = segment_sums(values, bounds)
-    return SequenceLogps(sums, _target_counts(targets, bounds))
+    bounds = cu_seqlens.long()
+    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), _target_counts(targets, bounds))
 
 
 def _require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
