@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from fastdpo.integrations.admission.versions import DISTRIBUTIONS
 from fastdpo.integrations.patching import examine
 
 
 def distribution(directory: Path, name: str, version: str, *requirements: str) -> None:
     """Metadata of an installed distribution."""
-    folder = directory / f"{name}-{version}.dist-info"
+    folder = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
@@ -42,6 +43,7 @@ ANY = "this version is not supported: install 'trl>=0.24,<1.17'"
 @pytest.mark.parametrize(
     ("requirement", "reason"),
     [
+        ("ms-swift>=4", "this version is not supported: install 'ms-swift>=4.6,<4.7'"),
         ("trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
         ("trl!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.*,!=0.28.*", "this version is not supported: install 'trl>=0.29,<1.17'"),
         ("trl>=0.20", ANY),
@@ -52,8 +54,9 @@ ANY = "this version is not supported: install 'trl>=0.24,<1.17'"
     ],
 )
 def test_advice_respects_what_is_installed(tmp_path, monkeypatch, requirement, reason):
-    distribution(tmp_path, "trl", "0.23.1")
+    package, version = ("swift", "4.5.0") if "swift" in requirement else ("trl", "0.23.1")
+    distribution(tmp_path, DISTRIBUTIONS.get(package, package), version)
     distribution(tmp_path, "other", "0.1", requirement)
     monkeypatch.syspath_prepend(tmp_path)
-    (seam,) = examine("trl.DPOTrainer").seams
-    assert (seam.version, seam.reason) == ("0.23.1", reason)
+    (seam,) = examine(f"{package}.DPOTrainer").seams
+    assert (seam.version, seam.reason) == (version, reason)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from ...reasons import Reason
 
@@ -83,10 +84,10 @@ def _requirements(path: tuple[str, ...]) -> list[tuple[str, Requirement]]:
 
 
 def _overlap(specifier: SpecifierSet, other: str) -> bool:
-    """Whether two specifiers have a version in common.
+    """Whether two specifiers have a version in common. The other one has bounds on both sides.
 
     Of each minor version, its first patch release and a late one are compared.
     """
-    both = specifier & SpecifierSet(other)
-    versions = (f"{major}.{minor}.{patch}" for major in range(3) for minor in range(100) for patch in (0, 999))
-    return any(map(both.contains, versions))
+    both, ends = specifier & SpecifierSet(other), [Version(x.version).major for x in SpecifierSet(other)]
+    majors = range(min(ends), max(ends) + 1)
+    return any(both.contains(f"{x}.{minor}.{patch}") for x in majors for minor in range(100) for patch in (0, 999))
