@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
+from benchmarks.float64 import float64_throughout
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo.testing import error, float64_throughout
+from fastdpo.testing import error
 
 BETA = 0.1  # the default of DPOConfig
 

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import fastdpo
+from benchmarks.float64 import float64_throughout
 from fastdpo.models import forward
 from fastdpo.models.calls import calls
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.models.state import ForwardOptions
-from fastdpo.testing import assert_as_accurate_as, float64_throughout
+from fastdpo.testing import assert_as_accurate_as
 from tests.support.comparison import assert_trained_alike, drawn, sizes_of
 from tests.support.models.multimodal import FUSED as MULTIMODAL
 from tests.support.models.multimodal import IMAGE

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.float64 import float64_throughout
 from fastdpo import packing
 from fastdpo.models import attention, images
 from fastdpo.models.batch import Form, PaddedBatch
 from fastdpo.models.state import RunnableBatch
 from fastdpo.packing import NotPackable
-from fastdpo.testing import float64_throughout
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.models.multimodal_errors import errors_of
 from tests.support.trl.dpo import tiny_model

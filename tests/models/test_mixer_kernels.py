@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.float64 import float64_throughout
 from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, known
 from fastdpo.models.mixers.segments import Segments
-from fastdpo.testing import float64_throughout
 from tests.support.models.families import HYBRID, WHOLE_ROWS, tiny_family
 from tests.support.models.mixer_errors import largest_error, pairs, results
 from tests.support.stand_ins.mixer_kernels import KERNELS, install, signature_of

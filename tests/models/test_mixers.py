@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.float64 import float64_throughout
 from fastdpo.models import attention, support
 from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, hooks, known
 from fastdpo.models.mixers.segments import Segments, Sequences, collect, gather
-from fastdpo.testing import float64_throughout
 from tests.support.models.families import FUSED, HYBRID, WHOLE_ROWS, tiny_family
 from tests.support.models.mixer_errors import SHORTEST, largest_error, pairs, results, switched
 
