@@ -239,7 +239,7 @@ class PackedAttention(AttentionStep):
             kind = routes.Kind.of(query, value, options)._replace(deterministic=self.workload.deterministic)
             found["passes_probe"] = routes.passes_probe(self.backend, kind)
         if not self.backend:
-            found["choices"] = {call.noted: choice._asdict() for call, choice in tuning.made().items()}
+            found["choices"] = {call.noted: choice._asdict() for call, choice in tuning.choices.items()}
         return found
 
 

@@ -298,23 +298,23 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
     monkeypatch.setattr(routes, "LEAST_TUNED", 0)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
-    tuning.forget()
+    tuning.choices.clear()
     yield times
-    tuning.forget()
+    tuning.choices.clear()
 
 
 def test_wrong_libraries_are_not_timed_and_none_where_one_is_named(installed, tuned, monkeypatch):
     installed(faults=("no softcap",))
     assert prepared(*inputs(), softcap=2.0) == "triton"
     assert prepared(*inputs()) == "flash-attn-2"
-    assert [choice.timed for choice in tuning.made().values()] == [["triton"], [*sorted(tuned, key=tuned.get)]]
+    assert [choice.timed for choice in tuning.choices.values()] == [["triton"], [*sorted(tuned, key=tuned.get)]]
     assert "packed_attention torch.float16 T 64 H 4 H_kv 2 D 16 D_v 16 windowed False capped False" in {
-        call.noted for call in tuning.made()
+        call.noted for call in tuning.choices
     }
-    tuning.forget()
+    tuning.choices.clear()
     monkeypatch.setenv(routes.VARIABLE, "flash-attn-3")
     assert prepared(*inputs()) == "flash-attn-3"
-    assert not tuning.made()
+    assert not tuning.choices
 
 
 def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
@@ -434,7 +434,7 @@ def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkey
     (noted,) = notes.read(CPU).choices.values()
     assert noted["name"] == "torch"
     assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
-    tuning.forget()  # another process
+    tuning.choices.clear()  # another process
     routes.forget()
     assert chosen(*inputs()) == "torch"
 

@@ -150,11 +150,6 @@ def _path(device: torch.device) -> Path | None:
     return Path(directory) / f"kernels-{digest(device)}.json"
 
 
-def forget() -> None:
-    """Forgets that a file cannot be written, so that it is warned of again."""
-    _warn_unwritable.cache_clear()
-
-
 @lru_cache
 def _warn_unwritable(message: str) -> None:
     warn(message)

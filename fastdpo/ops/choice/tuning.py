@@ -79,7 +79,9 @@ class Choice(NamedTuple):
         return f"{self.name} ({'; '.join(f'{name}: {_described(x)}' for name, x in self.measured.items())})"
 
 
-_choices: dict[Kernel, Choice] = {}
+choices: dict[Kernel, Choice] = {}
+"""Those of this process so far."""
+
 _lock = RLock()
 
 
@@ -100,18 +102,18 @@ def choose(call: Kernel, builtin: str, candidates: Callable[[], Sequence[Candida
         builtin: the name of the candidate that is used without tuning.
         candidates: makes the candidates. Those that do not fit the device are not among them.
     """
-    choice = _choices.get(call)
+    choice = choices.get(call)
     if choice is None:
         with _lock:
-            if call not in _choices:
-                _choices[call] = decided(call, builtin, candidates())
-            choice = _choices[call]
+            if call not in choices:
+                choices[call] = decided(call, builtin, candidates())
+            choice = choices[call]
     return choice.name
 
 
 def timed(call: Kernel) -> list[str]:
     """The candidates for a kind of call that could be run in this process or an earlier one, fastest first."""
-    choice = _choices.get(call)
+    choice = choices.get(call)
     return [] if choice is None else choice.timed
 
 
@@ -121,27 +123,15 @@ def withdraw(call: Kernel, name: str, reason: str) -> None:
     Without another one, later processes measure again.
     """
     with _lock:
-        choice = _choices.get(call)
+        choice = choices.get(call)
         if choice is None or not isinstance(choice.measured.get(name), float):
             return
         measured = choice.measured | {name: shorten(reason, 200)}
         choice = Choice(choice.name, measured)
         if name == choice.name and choice.timed:
             choice = Choice(choice.timed[0], measured)
-        _choices[call] = choice
+        choices[call] = choice
         notes.note(call.device, choices={call.noted: choice._asdict()})
-
-
-def made() -> dict[Kernel, Choice]:
-    """The choices of this process so far."""
-    with _lock:
-        return dict(_choices)
-
-
-def forget() -> None:
-    """Forgets the choices of this process. Notes remain."""
-    with _lock:
-        _choices.clear()
 
 
 def noted(device: torch.device) -> dict[str, Choice]:
@@ -153,9 +143,9 @@ def noted(device: torch.device) -> dict[str, Choice]:
 def settled(call: Kernel, builtin: str, names: Sequence[str]) -> str:
     """As `choose`, where nothing can be run: the choice that is known, and otherwise from now on the built-in one."""
     with _lock:
-        if call not in _choices:
-            _choices[call] = _kept(call, names) or Choice(builtin, {})
-        return _choices[call].name
+        if call not in choices:
+            choices[call] = _kept(call, names) or Choice(builtin, {})
+        return choices[call].name
 
 
 def bucket(size: int) -> int:

@@ -100,14 +100,6 @@ def disable(kernel: Kernel, reason: str) -> None:
         _report(kernel, reason)
 
 
-def forget() -> None:
-    """Forgets which kernels work in this process. Those that failed are tried again; notes remain."""
-    with _lock:
-        failures.clear()
-        reported.clear()
-        _announce.cache_clear()
-
-
 def is_tried(device: torch.device) -> bool:
     """Whether kernels are tried on a device."""
     return device.type in TRIED_DEVICES and (device.type != "cuda" or torch.cuda.is_available())

@@ -78,16 +78,22 @@ FAULTS = {  # module, launcher, what happens instead, part of the reason
 }
 
 
+def forget():
+    verdicts.failures.clear()
+    verdicts.reported.clear()
+    verdicts._announce.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def tried(monkeypatch, tmp_path):
     """Tries kernels on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-    notes.forget()
-    verdicts.forget()
+    notes._warn_unwritable.cache_clear()
+    forget()
     yield
-    verdicts.forget()
+    forget()
 
 
 @pytest.fixture
@@ -126,7 +132,7 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
             "fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"
         ]
         caplog.clear()
-        verdicts.forget()  # another process
+        forget()  # another process
         logps_and_gradient()
     assert not caplog.records  # the notes of the first process spare it the trial
 
@@ -201,7 +207,7 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
     for _ in range(2):
         logps_and_gradient()
     assert len(trials) == 1
-    verdicts.forget()  # another process
+    forget()  # another process
     logps_and_gradient()
     assert len(trials) == 1
     (path,) = tmp_path.iterdir()
@@ -214,7 +220,7 @@ def test_a_change_of_the_environment_tries_again(name, monkeypatch):
     logps_and_gradient()
     changed_environment = notes.environment(CPU) | {name: "other"}
     monkeypatch.setattr(notes, "environment", lambda device: changed_environment)
-    verdicts.forget()
+    forget()
     logps_and_gradient()
     assert len(trials) == 2
 
@@ -223,7 +229,7 @@ def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
     trials = counting(monkeypatch, verdicts.outcome)
     plant("does not fit")
     for _ in range(2):
-        verdicts.forget()
+        forget()
         logps_and_gradient()
     assert len(trials) == 2
     assert not list(tmp_path.iterdir())
@@ -236,7 +242,7 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     noted = path.read_text()
     path.write_text(content)
-    verdicts.forget()
+    forget()
     logps_and_gradient()
     assert len(trials) == 2
     assert path.read_text() == noted
@@ -247,7 +253,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monke
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "file" / "cache"))
     trials = counting(monkeypatch)
     for _ in range(2):
-        verdicts.forget()
+        forget()
         logps_and_gradient()
     assert len(trials) == 2
     assert caplog.text.count("each process tries the kernels again") == 1

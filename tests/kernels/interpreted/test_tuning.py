@@ -45,9 +45,9 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(row_warps, "LEAST_TUNED", 0)
     monkeypatch.setattr(passes, "kernel_tile_rows", lambda *arguments: 8)
     monkeypatch.setattr(routes, "LEAST_TUNED", 0)
-    tuning.forget()
+    tuning.choices.clear()
     yield
-    tuning.forget()
+    tuning.choices.clear()
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_candidate_with_wrong_values_or_that_does_not_compile_is_not_timed(clo
     ran = clock({"a": 10.0, "b": 1.0})
     assert choose(candidate("a"), candidate("b", failure="wrong values on a small case")) == "a"
     assert "b" not in ran
-    assert tuning.made()[CALL].measured == {"a": 10.0, "b": "wrong values on a small case"}
+    assert tuning.choices[CALL].measured == {"a": 10.0, "b": "wrong values on a small case"}
 
 
 @pytest.mark.parametrize("builtin", "ab")
@@ -120,14 +120,14 @@ def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, builtin, clock)
     clock({"a": 10.0, "b": 1.0})
     assert choose(candidate("a"), candidate("b", run=launch), builtin=builtin) == "a"
     assert notes.read(CPU).choices[CALL.noted]["name"] == "a"
-    assert tuning.made()[CALL].measured["b"] == "OutOfMemoryError: at the size of the call"
+    assert tuning.choices[CALL].measured["b"] == "OutOfMemoryError: at the size of the call"
 
 
 def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_path):
     clock({})
     broken = [candidate(name, run=raising(RuntimeError("no memory"))) for name in "ab"]
     assert choose(*broken) == "a"
-    assert tuning.made()[CALL].timed == []
+    assert tuning.choices[CALL].timed == []
     assert not list(tmp_path.iterdir())
 
 
@@ -138,7 +138,7 @@ def test_a_withdrawn_choice_is_replaced_by_the_next(withdrawn, remaining, clock,
     tuning.withdraw(CALL, withdrawn, "RuntimeError: no kernel image")
     assert choose() == remaining
     assert tuning.timed(CALL) == [remaining, "a"]
-    tuning.forget()
+    tuning.choices.clear()
     assert choose(*map(candidate, "abc")) == remaining
     tuning.withdraw(Kernel("other", CPU, torch.bfloat16), "a", "unknown")  # not chosen here
 
@@ -151,7 +151,7 @@ def test_a_withdrawn_choice_without_another_one_is_measured_again(clock):
     assert tuning.timed(CALL) == []
     noted = notes.read(CPU).choices[CALL.noted]
     assert noted["measured"] == dict.fromkeys("ab", "RuntimeError: no kernel image")
-    tuning.forget()
+    tuning.choices.clear()
     assert choose(*map(candidate, "ab")) == "b"
     assert tuning.timed(CALL) == ["b", "a"]
 
@@ -163,10 +163,10 @@ def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
     noted = {"name": "b", "measured": {"a": 10.0, "b": 8.0}}
     assert json.loads(path.read_text())["choices"] == {"op torch.bfloat16 D 8": noted}
     ran.clear()
-    tuning.forget()
+    tuning.choices.clear()
     assert choose(candidate("a"), candidate("b")) == "b"
     assert not ran
-    tuning.forget()
+    tuning.choices.clear()
     assert choose(candidate("a"), candidate("b"), candidate("c")) == "b"  # between others: measured again
     assert {*ran} == {"a", "b", "c"}
 
@@ -217,7 +217,7 @@ def test_all_ranks_make_the_choice_of_the_first(has_cache, clock, store, monkeyp
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "of another machine") if has_cache else "0")
     if has_cache:  # one that differs
         notes.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": 1.0, "b": 2.0}}})
-    tuning.forget()
+    tuning.choices.clear()
     ran = clock({})
     assert choose(candidate("a"), candidate("b")) == "b"
     assert not ran
@@ -316,7 +316,7 @@ def test_a_head_does_not_run_warps_that_fail(untried, strict, fault, reason, clo
     clock(TIMES)
     assert_head_is_right()
     assert warps_of_head() == FEW
-    (choice,) = tuning.made().values()
+    (choice,) = tuning.choices.values()
     assert choice.measured[WHOLE].startswith(reason)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -356,7 +356,7 @@ def test_warps_that_fail_in_a_step_are_replaced_once(chosen_warps, monkeypatch, 
     assert caplog.messages == [f"fastdpo: linear_logps: {failed}"]
     (noted,) = notes.read(CPU).choices.values()
     assert noted == {"name": FEW, "measured": TIMES | {WHOLE: "RuntimeError: invalid argument"}}
-    tuning.forget()
+    tuning.choices.clear()
     assert_head_is_right()
     assert warps_of_head() == FEW
     assert len(calls) == 1
@@ -442,7 +442,7 @@ def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round
     if noted is not None:
         warps_of_head()
         ran.clear()
-        tuning.forget()
+        tuning.choices.clear()
     torch.compiler.reset()
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
     found, exact = (op(*head()).logps for op in (compiled, definitions.linear_logps))
