@@ -274,16 +274,12 @@ def _undo(names: set[str]) -> None:
         cast(TrainerLine, _patched.pop(name).line).disable()
 
 
-def _trl_last(name: str) -> bool:
-    """The order in which trainers are examined: with transformers 5, TRL 0.24 can be imported only
+def _examine_all(names: list[str], is_targeted: bool) -> list[_Examined]:
+    """Examines trainers by their names. Those of TRL are the last: with transformers 5, TRL 0.24 can be imported only
     after LLaMA-Factory.
     """
-    return name.startswith("trl.")
-
-
-def _examine_all(names: list[str], is_targeted: bool) -> list[_Examined]:
-    """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
-    examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
+    ordered = sorted(names, key=lambda name: name.startswith("trl."))
+    examined = {name: _examine(name, is_targeted) for name in ordered}
     new = {name: x.line for name, x in examined.items() if name not in _patched}
     kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
     stock = _unpatched(*kinds.values())

@@ -5,7 +5,7 @@ Import this module only where a model is switched: Dynamo, which it needs, impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,11 +40,6 @@ def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
         if module not in kept:
             _remove_hooks(module)
     modeling_files.restore(model)
-
-
-def is_hook(hook: Callable) -> bool:
-    """Whether a hook is one of those that `switch` sets."""
-    return hook in (enter, leave, unfold, fold)
 
 
 def enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -88,7 +83,7 @@ def fold(mixer: nn.Module, args: tuple, output: Any) -> Any:
 
 def _remove_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items() if is_hook(hook)]:
+        for number in [number for number, hook in hooks.items() if hook in (enter, leave, unfold, fold)]:
             del hooks[number]
             for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 flags.pop(number, None)
