@@ -223,7 +223,7 @@ def _modules_inside(layer: Any) -> Iterator[nn.Module]:
 def _switch_of(model: Any) -> _Switch | None:
     """The switch of a model's adapters as it is now, if it has a fused forward and holds all of them."""
     base = find_base(model)
-    fused = None if base is None else state_of(base)
+    fused = state_of(base)
     if base is None or base not in MODELS or fused is None:
         _uninstall(model)
         return None

@@ -23,7 +23,8 @@ The path is one of
 - "replayed": the batch was packed, as it was counted before, and its backbone was a CUDA graph.
 """
 
-_kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
+kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
+"""The kind that `counting_calls_as` has set, if any."""
 
 
 tokens: Counter[tuple[str, str]] = Counter()
@@ -79,13 +80,8 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
 @contextmanager
 def counting_calls_as(kind: str) -> Iterator[None]:
     """Counts all model calls of the block as one kind (see `calls`)."""
-    token = _kind_of_calls.set(kind)
+    token = kind_of_calls.set(kind)
     try:
         yield
     finally:
-        _kind_of_calls.reset(token)
-
-
-def kind_of_calls() -> str | None:
-    """The kind that `counting_calls_as` has set, if any."""
-    return _kind_of_calls.get()
+        kind_of_calls.reset(token)

@@ -22,7 +22,6 @@ from .examine.verification import verify
 from .sequence_group import Part
 from .sharding import shared_reason
 from .state import (
-    MODELS,
     ForwardOptions,
     FusedForward,
     Groups,
@@ -32,7 +31,7 @@ from .state import (
     Verdict,
     install_head,
     restore,
-    state_of,
+    states,
     switch_attention,
 )
 
@@ -323,8 +322,8 @@ def _rule_out(fused: FusedForward, identity: Identity, reason: Reason | None) ->
     """Notes that a model was compared and is not supported, and has equal models look for it."""
     if reason is not None and reason.name in probe.COMPARED:
         fused.ruled_out[identity.kinds if reason.name == "keeps-state" else identity.code] = reason
-        for other in MODELS:
-            cast(FusedForward, state_of(other)).structure.forget_verdicts()
+        for _, other in states():
+            other.structure.forget_verdicts()
 
 
 def _ruled_out(model: PreTrainedModel, fused: FusedForward, identity: Identity) -> Reason | None:
@@ -334,10 +333,9 @@ def _ruled_out(model: PreTrainedModel, fused: FusedForward, identity: Identity) 
     A model that once kept state may not do so in another state. It is not examined again.
     """
     known = [fused.ruled_out.get(identity.kinds)]
-    for other in MODELS:
-        of_other = cast(FusedForward, state_of(other))
-        if other is not model and of_other.options.integration == fused.options.integration:
-            known += [of_other.ruled_out.get(identity.kinds), of_other.ruled_out.get(identity.code)]
+    for other, x in states():
+        if other is not model and x.options.integration == fused.options.integration:
+            known += [x.ruled_out.get(identity.kinds), x.ruled_out.get(identity.code)]
     return next((reason for reason in known if reason is not None), None)
 
 

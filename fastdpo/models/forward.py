@@ -27,7 +27,7 @@ from .parts import find_base, input_device_of, text_config
 from .running import Runner
 from .scoring import prior_logits, score
 from .sharding import is_sharded
-from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of
+from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
 from .structure import Structure
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def uninstall(model: PreTrainedModel) -> None:
 
 def uninstall_all(integration: str) -> None:
     """Uninstalls the fused forward of every model that an integration has installed it on."""
-    for model in list(MODELS):
-        if vars(model)[ATTRIBUTE].options.integration == integration:
+    for model, fused in states():
+        if fused.options.integration == integration:
             uninstall(model)
 
 
@@ -127,8 +127,7 @@ def was_trained(model: nn.Module, integration: str) -> bool:
 
 def is_fused(model: nn.Module) -> bool:
     """Whether calls of a model, or of the one inside of it, may take the fused path."""
-    base = find_base(model)
-    fused = None if base is None else state_of(base)
+    fused = state_of(find_base(model))
     return fused is not None and fused.unsupported_reason() is None
 
 
@@ -140,7 +139,7 @@ def will_be_fused(model: nn.Module, *, in_doubt: bool) -> bool:
         in_doubt: the answer if ranks run the model together and have not examined it yet: they do in a call.
     """
     base = find_base(model)
-    fused = None if base is None else state_of(base)
+    fused = state_of(base)
     if base is None or fused is None:
         return False
     if is_sharded(base):

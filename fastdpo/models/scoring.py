@@ -12,7 +12,7 @@ from .. import packing
 from ..ops.head.results import TokenLogps
 from . import head
 from .batch import labels_of_call
-from .state import MODELS, FusedForward, RunnableBatch, ScoredBatch, Verdict, state_of
+from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict, states
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -36,8 +36,7 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
 
 def _release_recordings(fused: FusedForward) -> bool:
     """Gives back the memory of all models' recordings, which may be on one device. Returns whether there were any."""
-    others = (cast(FusedForward, state_of(model)) for model in [*MODELS])
-    runners = {id(x.runner): x.runner for x in (fused, *others)}
+    runners = {id(x.runner): x.runner for x in (fused, *(x for _, x in states()))}
     released = [runner.release() for runner in runners.values()]  # all of them, where `any` alone would stop
     return any(released)
 

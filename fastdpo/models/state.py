@@ -332,7 +332,7 @@ class FusedForward:
 
     def kind_of_call(self, model: PreTrainedModel) -> str:
         """The kind that a call is counted as (see `calls.calls`)."""
-        kind = calls.kind_of_calls()
+        kind = calls.kind_of_calls.get()
         if kind is not None:
             return kind
         if self.options.role == "reward":
@@ -381,9 +381,14 @@ MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """The models that have a fused forward. A copy of one has its state, and is not among them."""
 
 
-def state_of(model: nn.Module) -> FusedForward | None:
-    """The state of a model's fused forward, if it has one."""
-    return vars(model).get(ATTRIBUTE)
+def states() -> list[tuple[PreTrainedModel, FusedForward]]:
+    """`MODELS`, each with the state of its fused forward."""
+    return [(model, vars(model)[ATTRIBUTE]) for model in MODELS]
+
+
+def state_of(model: nn.Module | None) -> FusedForward | None:
+    """The state of a model's fused forward, if there is a model and it has one."""
+    return None if model is None else vars(model).get(ATTRIBUTE)
 
 
 def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
@@ -414,8 +419,7 @@ def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
     """Gives a model its own attention and its own head back, except for what other models with a fused forward run as
     well. Padded calls run its own layers anyway.
     """
-    switched = [x for x in MODELS if x is not model and vars(x)[ATTRIBUTE].is_switched]
-    kept = {module for other in switched for module in other.modules()}
+    kept = {module for other, x in states() if other is not model and x.is_switched for module in other.modules()}
     if fused.is_switched:
         attention.restore(model, kept)
         fused.is_switched = False

@@ -136,8 +136,8 @@ def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kw
     """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
     embeddings in every step, for which a compiled model is compiled again.
     """
-    base = model if state_of(model) else find_base(model)
-    fused = None if base is None else state_of(base)
+    base = find_base(model)
+    fused = state_of(base)
     with ExitStack() as stack:
         if base is None or fused is None or fused.unsupported_reason() is not None:
             stack.enter_context(stock(model, *args, **kwargs))
