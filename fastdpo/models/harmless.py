@@ -71,7 +71,7 @@ ATTRIBUTES = {
 
 OTHER_ATTRIBUTES = {
     *("_attn_implementation", "_use_kernels", "device", "is_parallelizable", "model_parallel", "neftune_noise_alpha"),
-    *("config", "peft_config", "forward", "_old_forward", "_original_forward"),
+    *("config", "peft_config", "_old_forward", "_original_forward"),
 }
 """Attributes that matter in training mode only, or that `ref_logps` compares in another form."""
 

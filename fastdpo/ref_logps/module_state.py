@@ -23,8 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
+from ..models.contents import attributes_of
 from ..models.functions import closure_contents, inner_function, name_of, wrapped_in
-from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
+from ..models.harmless import LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
+from ..models.parts import is_transformers_model
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
 from .digests import canonical_json, config_digest
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 KERNELS = "_kernel_funcs"
 """The attribute that holds functions of a modeling file as modules, where the package `kernels` is installed."""
 
-IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD, KERNELS}
+IRRELEVANT = OTHER_ATTRIBUTES | {FUSED_FORWARD, KERNELS}
 
 _DECORATORS = (*MODULES, "transformers.modeling_rope_utils")
 """The modules of what decorates forwards in modeling files."""
@@ -67,8 +69,7 @@ class ModuleStates:
         self.tensors: dict[str, Tensor] = {}
         self.entries: list[object] = []
         self._classes: dict[type, str] = {}
-        declared = {name for name in dir(PreTrainedModel) if not callable(getattr(PreTrainedModel, name, None))}
-        self._declared = {nn.Module: set(vars(nn.Module())), PreTrainedModel: declared}
+        self._of_class = {name for name in dir(PreTrainedModel) if not callable(getattr(PreTrainedModel, name, None))}
         for hooks in (hooks_of_all_modules._global_forward_hooks, hooks_of_all_modules._global_forward_pre_hooks):
             _require_known("every module", hooks.values())
         is_inactive = inactive_names(model)
@@ -95,14 +96,12 @@ class ModuleStates:
         self.entries += [[name, self._value(name, state)] for name, state in adapter_states(model)]
 
     def _module(self, name: str, module: nn.Module) -> list[object]:
-        declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
+        declared = self._of_class if is_transformers_model(module) else set()
         dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
         attributes = {
             attribute: self._value(f"{name}.{attribute}", x)
-            for attribute, x in vars(module).items()
-            if attribute not in declared | IRRELEVANT | dropout
-            and not attribute.startswith(COUNTERS)
-            and not _is_harmless(x)
+            for attribute, x in attributes_of(module).items()
+            if attribute not in declared | IRRELEVANT | dropout and not _is_harmless(x)
         }
         return [self._class(name, _own_class(module)), [*module._modules], _precision(module), attributes]
 
