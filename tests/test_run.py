@@ -12,8 +12,9 @@ ON = "fastdpo: trl.DPOTrainer"
 BIN = Path(sys.executable).parent
 
 TRAIN = """
-import inspect, sys
+import importlib.util, inspect, sys
 from pathlib import Path
+assert importlib.util.find_spec("trl.trainer.dpo_trainer")  # as programs look for what they import later
 from trl.trainer import dpo_trainer
 from tests.support.trl.dpo import build, tiny_model
 

@@ -24,16 +24,19 @@ IMPORTED, PATCHED, CALLED = "imported", "patched", "called"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of trainers, each once, by the finders that follow."""
+    """Finds the modules of trainers by the finders that follow, each time: programs may only look for one, and an
+    import that fails may succeed later.
+    """
 
     def __init__(self, trainers: dict[str, str]):
         self._trainers = dict(trainers)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        trainer = self._trainers.pop(fullname, None)
+        trainer = self._trainers.pop(fullname, None)  # so that the others find it
         if trainer is None:
             return None
         spec = importlib.util.find_spec(fullname)
+        self._trainers[fullname] = trainer
         if spec is not None and spec.loader is not None:
             _patch_after(spec.loader, fullname, trainer)
         return spec
@@ -45,8 +48,7 @@ def _patch_after(loader: Any, name: str, trainer: str) -> None:
 
     def exec_and_patch(module: ModuleType) -> None:
         exec_module(module)
-        if module.__name__ == name:  # a loader may load others, too
-            del loader.exec_module
+        if module.__name__ == name and vars(loader).pop("exec_module", None):  # a loader may load others, too
             _patch(trainer)
 
     loader.exec_module = exec_and_patch
