@@ -397,8 +397,10 @@ def _train(model: PreTrainedModel, mode: bool = True) -> Any:
 
 
 def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by the names of the function's parameters."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments
+    """The arguments of a call by name. Code around the function may take others than its signature says, and a call
+    with wrong ones raises its own error.
+    """
+    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
 
 
 def liger_reason(config: Any) -> Reason | None:

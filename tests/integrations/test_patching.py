@@ -1,6 +1,7 @@
 """`patch()`: its report, its errors, and `unpatch()`, which must leave nothing behind."""
 
 import copy
+import functools
 import inspect
 import logging
 import pickle
@@ -161,6 +162,23 @@ def test_models_that_share_a_config(tmp_path):
     assert_fused(run, policy=3, reference=3)
     fastdpo.unpatch()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_code_around_a_constructor_takes_other_arguments(tmp_path, monkeypatch):
+    """Such as those of older versions. Without it, the error is that of the trainer."""
+    stock = DPOTrainer.__init__
+
+    @functools.wraps(stock)
+    def init(self, *args, tokenizer=None, **kwargs):
+        stock(self, *args, **kwargs)
+
+    models = [tiny_model(seed=seed) for seed in range(2)]
+    with fastdpo.patched(), pytest.raises(TypeError, match=r"DPOTrainer\.__init__\(\) got an .* 'tokenizer'"):
+        build(tmp_path, *models, tokenizer=None)
+    monkeypatch.setattr(DPOTrainer, "__init__", init)
+    with fastdpo.patched():
+        run = train(tmp_path, *models, tokenizer=None)
+    assert_fused(run, policy=3, reference=3)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])

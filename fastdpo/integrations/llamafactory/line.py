@@ -37,7 +37,7 @@ class FactoryLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        return replaced_kernels(arguments.get("kwargs", {}).get("args"), *_models(arguments).values())
+        return replaced_kernels(arguments.get("args"), *_models(arguments).values())
 
     def models(self, trainer: Any) -> dict[str, nn.Module]:
         """None: `init` has prepared those that the trainer is created with."""

@@ -64,8 +64,7 @@ class FactoryRewardLine(TrainerLine):
     rewards = _LastStates()
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        given = arguments["kwargs"]
-        return replaced_kernels(given.get("args"), given["model"])
+        return replaced_kernels(arguments.get("args"), arguments["model"])
 
     def compute_loss(
         self,

@@ -93,7 +93,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
         return super().get_train_dataloader(stock, trainer, *args, **kwargs)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[-1]  # TRL before 1.9 does not pass the model
         with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
             return stock(trainer, *args, **kwargs)
 
