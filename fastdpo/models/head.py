@@ -50,7 +50,8 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
     if head is None:
         return Reason("no-head")
     if not _is_linear(type(head)):
-        return Reason("head-type", kind=type(head).__name__)
+        package = type(head).__module__.partition(".")[0]  # PEFT, too, has a class of this name
+        return Reason("head-type", kind=f"{package}.{type(head).__name__}")
     if not _is_gathered(head):  # by tensor parallelism, which replaces the forward as well
         return Reason("split-head")
     replaced = _replaced_forward(head)

@@ -77,7 +77,7 @@ class Louder(nn.Linear):
         return super().forward(input) * 2
 
 
-@surgery("class of the head changed", "the head must be a plain nn.Linear; it is Louder")
+@surgery("class of the head changed", "the head must be a plain nn.Linear; it is tests.Louder")
 def head_of_another_class(model: PreTrainedModel) -> None:
     model.lm_head.__class__ = Louder
 
