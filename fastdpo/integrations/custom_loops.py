@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
+from ..models.calls import calls
 from ..models.functions import module_of
 from ..models.parts import base_of, text_config, unknown_wrapper
 from ..models.running import Compile
@@ -27,6 +28,7 @@ from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_o
 from ..ops.devices import is_transformed
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
+from ..reasons import Reason
 from ..row_forms import require_ids
 from . import scored_rows, switching
 from .options import require_compile
@@ -192,9 +194,11 @@ def score(
     require_arguments(model, kwargs, inspect.signature(prepare).parameters)
     shifted = fused.options.shifted or labels is None
     batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
-    targets = targets_of_call(batch)
+    targets, called_before = targets_of_call(batch), calls.total()
 
     def of_logits(called: Any) -> ScoredRows:
+        if calls.total() == called_before:
+            forward.record_fallback(base, NAME, Reason("unreached-forward"))
         if not is_transformed():
             on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
             require_ids("score", *on_host, shifted=shifted)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import fastdpo
@@ -145,6 +145,17 @@ def test_lora_before_and_after_prepare():
     assert_close(score(later, **batch).logps, expected, absolute=1e-5)
     with model.disable_adapter(), torch.no_grad():
         assert_close(fastdpo.score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
+
+
+def test_a_wrapper_that_has_kept_an_earlier_forward(caplog):
+    adapter = AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")
+    model, batch = get_peft_model(tiny_model(num_key_value_heads=4), adapter), rows()
+    expected = own_logps(model, **batch)
+    before = fastdpo.calls.copy()
+    for _ in range(2):
+        assert_close(fastdpo.score(fastdpo.prepare(model), **batch).logps, expected)
+    assert fastdpo.calls - before == {STOCK: 2}
+    assert caplog.text.count("its forward was not called: a wrapper has kept an earlier one") == 2
 
 
 def test_prepared_again_copied_and_restored():
