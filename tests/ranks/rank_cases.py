@@ -312,14 +312,15 @@ def uneven(directory: Path, kind: str) -> list[dict[str, str]]:
     return UNEVEN
 
 
-def in_one_process(ranks: int) -> Case:
-    """The training of `UNEVEN` on `ranks` ranks, reproduced in one process.
+def in_one_process(ranks: int, **case: Any) -> Case:
+    """The training of `UNEVEN` on `ranks` ranks, reproduced in one process by stock.
 
     Its batches are the concatenated batches of the ranks, with the last ones filled in the same
     way.
     """
     filled = UNEVEN + UNEVEN[: 2 * ranks - 1]
-    return Case(dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks), data=lambda directory, kind: filled)
+    options = dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks)
+    return Case(options, data=lambda directory, kind: filled, ranks=1, kinds=("stock",), **case)
 
 
 def shared_by_ranks(
@@ -390,8 +391,9 @@ CASES = {
     **on("fsdp2", "multimodal", FEW_STEPS, **IMAGES),
     # Ends of epochs, logs and errors
     **on("ddp", "uneven end", SEQUENTIAL, data=uneven),
-    "uneven end of 2 ranks in one process": in_one_process(2),
-    "uneven end of 3 ranks in one process": in_one_process(3),
+    **on("ddp", "reward token budget uneven end", SEQUENTIAL, data=uneven, **REWARD, **BUDGET),
+    **{f"uneven end of {n} ranks in one process": in_one_process(n) for n in (2, 3)},
+    **{f"reward uneven end of {n} ranks in one process": in_one_process(n, **REWARD) for n in (2, 3)},
     **on("ddp", "main logs", LOGGED, trainer_class=with_callback(MainLogs)),
     **on("ddp", "main reads", LOGGED, trainer_class=with_callback(MainReads)),
     **on("ddp", "unpatched", LOGGED, trainer_class=with_callback(Unpatches)),

@@ -17,11 +17,12 @@ as many of them as there are rows left.
 """
 
 
-@pytest.fixture(scope="module")
-def alone(number_of_ranks, tmp_path_factory):
+@pytest.fixture
+def alone(case, number_of_ranks, tmp_path):
     """The results of one process on the concatenated batches of all ranks."""
-    name = f"uneven end of {number_of_ranks} ranks in one process"
-    return run_cases([name], 1, tmp_path_factory.mktemp("alone"))[name][0]
+    trained = case.removeprefix("ddp ").replace("token budget ", "")
+    name = f"{trained} of {number_of_ranks} ranks in one process"
+    return run_cases([name], 1, tmp_path)[name][0]
 
 
 @pytest.mark.parametrize("case", ["ddp uneven end"])
@@ -41,6 +42,12 @@ def test_the_end_of_an_epoch(case, ranks, alone, number_of_ranks):
         assert first == [*[set()] * (epoch - 1), CUT]
         assert second == [*[{"num_tokens"}] * (epoch - 1), CUT]  # num_tokens is a running sum
         assert total == set()
+
+
+@pytest.mark.parametrize("case", ["ddp reward token budget uneven end"])
+def test_pairs_that_are_dealt_to_the_ranks(ranks, alone):
+    for rank in ranks:
+        assert_same_logs(alone["stock"]["logs"], rank["patched"]["logs"])
 
 
 def with_plain_names(gradients: list[dict]) -> list[dict]:

@@ -12,6 +12,7 @@ from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
 from ..collating import REPLACED
 from .dpo import RELIES_ON
+from .gathering import of_all_ranks
 from .max_tokens.budget import Batch, Scores
 from .max_tokens.padded_budget import PaddedBudgetLine
 
@@ -31,7 +32,7 @@ class RewardLine(PaddedBudgetLine):
         ids = inputs.get("input_ids")
         if self.state_of(trainer) is None or ids is None:
             return stock(trainer, model, inputs, *args, **kwargs)
-        with labels_from(ids, ids):
+        with labels_from(ids, ids), of_all_ranks(trainer.accelerator):
             return stock(trainer, self.noting(trainer, model), inputs, *args, **kwargs)
 
     def uncuttable(self, trainer: Any) -> str | None:
