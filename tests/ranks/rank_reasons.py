@@ -231,7 +231,6 @@ NOT_OF_ONE_RANK = {
     "cannot-install": "ranks have the same packages",
     "no-labels": "TRL's own fused head raises an error in such a call",
     "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",
-    "unreached-forward": "of wrappers in custom loops, which each rank makes alike",
     "rope-width": "a reason of options of patch(), not of a call",
     "sequence-model": "of ranks that share each batch: tests/models/test_sequence_refusals.py",
     "no-head": "a model without a head computes no log-probabilities in stock either",
