@@ -39,6 +39,8 @@ def require_form(
     if isinstance(groups, str):
         rule = 'be a tensor, "prompts", "content", "pairs" or None'
         checks.require(groups in ("prompts", "content", "pairs"), op, "groups", rule, repr(groups))
+        is_paired = groups != "pairs" or n_rows % 2 == 0
+        checks.require(is_paired, op, "input_ids", 'have an even number of rows for groups="pairs"', n_rows)
     elif groups is not None:
         checks.require_tensors(op, groups=groups)
         checks.require_values(op, groups=groups)
@@ -98,11 +100,9 @@ def pairs_of(prompts: Sequence[object]) -> list[int]:
     """[R] the pair of each of R rows with these prompts, of which i and i + R/2 are a pair.
 
     Raises:
-        ValueError: the number of rows is odd, or chosen and rejected rows come in turn.
+        ValueError: chosen and rejected rows come in turn.
     """
     rows, pairs = len(prompts), len(prompts) // 2
-    if rows % 2:
-        raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {rows}")
     in_turn = all(prompts[i] == prompts[i + 1] for i in range(0, rows, 2))
     if pairs > 1 and in_turn and all(prompts[i] != prompts[i + pairs] for i in range(pairs)):
         raise ValueError(

@@ -119,6 +119,11 @@ def test_tokens_that_are_no_pairs_raise(shape, entropy, message):
         PreferenceMeans().update_tokens(tokens, torch.ones(shape))
 
 
+def test_unknown_metrics_raise():
+    with pytest.raises(ValueError, match=r"^Means: metrics must be among x, y; got z"):
+        Means(["x", "y"]).update(z=torch.ones(1))
+
+
 def test_tokens_without_statistics_add_nothing():
     means = PreferenceMeans()
     means.update_tokens(TokenLogps(torch.zeros(4, 5)), torch.ones(4, 5))
