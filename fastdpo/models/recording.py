@@ -1,6 +1,6 @@
 """A recording: the passes of a backbone over packed batches of up to one number of tokens, as CUDA graphs.
 
-Forward and backward are two graphs behind one node of autograd. Under DDP, the backward is several (`segments`), each
+Forward and backward are two graphs behind one node of autograd. Under DDP, the backward is several (`cuts`), each
 behind a node of its own. Before a replay, the host writes ids, positions and
 rows of a batch into the tensors of the recording, whose last tokens are padding.
 """
@@ -20,8 +20,8 @@ from ..ops.attention import routes
 from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from .captures import memory_of, record
+from .cuts import Cut, first_layers, segmented
 from .recordable import CHECKPOINTING
-from .segments import Cut, first_layers, segmented
 
 TOKENS = "input_ids", "position_ids"
 """The arguments of the backbone that hold a value for each token."""

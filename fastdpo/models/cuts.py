@@ -1,4 +1,4 @@
-"""Segments of the layers of a backbone, each with a backward pass of its own.
+"""Cuts the layers of a backbone into segments, each with a backward pass of its own.
 
 DistributedDataParallel begins to reduce a gradient once autograd has accumulated it. A recorded backward is one node of
 autograd, behind which all gradients would be reduced at once. In segments, the reductions of one overlap the next.
