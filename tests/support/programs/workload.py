@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from tests.support.comparison import sharpen
+from tests.support.comparison import SIZES, sharpen
+from tests.support.words import word_tokenizer
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "user", "assistant", "system")
 CHAT_TEMPLATE = (
@@ -49,20 +49,9 @@ class Workload:
         transformers 5 replaces the tokenizers of some families by those of their classes.
         """
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=2 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            tie_word_embeddings=False,
-            architectures=["LlamaForCausalLM"],
-        )
+        sizes = dict(hidden_size=self.hidden, intermediate_size=2 * self.hidden, num_hidden_layers=self.layers)
+        sizes |= dict(vocab_size=self.vocabulary, max_position_embeddings=4096)
+        config = LlamaConfig(**SIZES | sizes, architectures=["LlamaForCausalLM"])
         model = AutoModelForCausalLM.from_config(config)
         if self == TINY:
             sharpen(model)
@@ -71,13 +60,7 @@ class Workload:
         return directory
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per word. No special token is a prefix of a word."""
-        words = [*SPECIAL, *(f"w{i}" for i in range(self.vocabulary - len(SPECIAL)))]
-        word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-        word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=word_level, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-        )
+        tokenizer = word_tokenizer([*SPECIAL, *(f"w{i}" for i in range(self.vocabulary - len(SPECIAL)))])
         tokenizer.chat_template = CHAT_TEMPLATE
         return tokenizer
 

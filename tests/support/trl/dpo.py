@@ -20,7 +20,6 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -39,6 +38,7 @@ from tests.support.comparison import assert_fused as assert_fused  # for the tes
 from tests.support.comparison import assert_same as assert_same
 from tests.support.comparison import assert_same_bits as assert_same_bits
 from tests.support.comparison import double, tiny
+from tests.support.words import word_tokenizer
 from tests.support.workers.processes import run_ranks
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
@@ -46,15 +46,8 @@ NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word. No special token is a prefix of a word.
-
-    Like those of causal LMs, it returns no token types, which those of transformers 4 do by default.
-    """
-    word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    inputs = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=word_level, model_input_names=inputs, **special)
+    """Like those of causal LMs, it returns no token types, which those of transformers 4 do by default."""
+    return word_tokenizer(WORDS, model_input_names=["input_ids", "attention_mask"])
 
 
 def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:

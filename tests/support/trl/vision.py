@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.feature_extraction_utils import BatchFeature
 from trl import DPOTrainer
 
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.trl.dpo import WORDS, Run, config, record, train_both
+from tests.support.words import word_tokenizer
 
 PLAIN = 80
 """Number of words that texts are made of. The last ones are special tokens of the processors."""
@@ -33,13 +33,7 @@ PLAIN = 80
 def tokenizer(image_token: str, **special: str) -> PreTrainedTokenizerFast:
     """`trl.dpo.tokenizer`, whose last words are special tokens. `image_token` has the id `IMAGE`."""
     words = [*WORDS[: -1 - len(special)], *special.values(), image_token]
-    word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=word_level,
-        **dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"),
-        extra_special_tokens=special | {"image_token": image_token},
-    )
+    return word_tokenizer(words, extra_special_tokens=special | {"image_token": image_token})
 
 
 class PlaceholderProcessor(ProcessorMixin):
