@@ -96,6 +96,7 @@ class TrainerLine:
         newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
+        creating: the trainer whose `__init__` runs, or None.
     """
 
     class_name: ClassVar[str | None] = None
@@ -106,6 +107,7 @@ class TrainerLine:
     rewards: ClassVar[RewardHead | None] = None
 
     options: PatchOptions
+    creating: Any = None
 
     def __init__(self, name: str, modules: tuple[str, ...], newer: Collection[str] = ()):
         self.name, self.modules, self.newer = name, modules, newer
@@ -149,10 +151,6 @@ class TrainerLine:
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Calls the `__init__` of a trainer that has a state."""
-        stock(trainer, *args, **kwargs)
-
-    def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Calls the `__init__` of a trainer that is left unpatched."""
         stock(trainer, *args, **kwargs)
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
@@ -361,12 +359,13 @@ class TrainerLine:
             return
         self._trainers[id(trainer)] = trainer
         reason = self.disabled_reason(arguments_of(stock, trainer, *args, **kwargs))
-        if reason is not None:
-            leave_unpatched(trainer, self.name, reason)
-            self.init_unpatched(stock, trainer, *args, **kwargs)
-            return
-        vars(trainer)[STATE] = TrainerState(name=self.name)
-        self.init(stock, trainer, *args, **kwargs)
+        with temporarily(self, creating=trainer):
+            if reason is not None:
+                leave_unpatched(trainer, self.name, reason)
+                stock(trainer, *args, **kwargs)
+                return
+            vars(trainer)[STATE] = TrainerState(name=self.name)
+            self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
             trainer.add_callback(steps_callback(trainer, self.name, self.first_step))

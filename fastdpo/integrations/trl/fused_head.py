@@ -42,13 +42,10 @@ class FusedHeadLine(TrainerLine):
     Attributes:
         kind_without_gradient: the kind that calls of the policy without gradients are counted as (see
             `ForwardOptions`), as are `images`.
-        creating: the trainer whose `__init__` runs, or None. If it is left unpatched, its models stay as TRL prepares
-            them.
     """
 
     kind_without_gradient: ClassVar[str] = "policy"
     images: ClassVar[bool] = False
-    creating: Any = None
 
     def unsupported_reason(self) -> Reason | None:
         return self.signature_difference(_PARAMETERS) or super().unsupported_reason()
@@ -64,14 +61,6 @@ class FusedHeadLine(TrainerLine):
         """None: TRL gives each model to `add_fused_lm_head`."""
         return {}
 
-    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        with temporarily(self, creating=trainer):
-            super().init(stock, trainer, *args, **kwargs)
-
-    def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        with temporarily(self, creating=trainer):
-            super().init_unpatched(stock, trainer, *args, **kwargs)
-
     def add_fused_lm_head(
         self,
         stock: Callable,
@@ -82,6 +71,7 @@ class FusedHeadLine(TrainerLine):
         *args: Any,  # of a newer TRL, as everywhere in these lines
         **kwargs: Any,
     ) -> None:
+        # The models of a trainer that is left unpatched stay as TRL prepares them.
         is_fused = self.creating is None or self.state_of(self.creating) is not None
         if is_fused:
             model = getattr(model, "_orig_mod", model)  # TRL would give its head to the wrapper of torch.compile
