@@ -24,7 +24,7 @@ from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
 from ..models.contents import attributes_of
-from ..models.functions import closure_contents, inner_function, name_of, wrapped_in
+from ..models.functions import closure_contents, inner_function, module_of, name_of, wrapped_in
 from ..models.harmless import LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from ..models.parts import is_transformers_model
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
@@ -149,7 +149,7 @@ class ModuleStates:
         if _is_harmless(x):
             return name_of(type(x))
         if isinstance(x, (FunctionType, BuiltinFunctionType)):
-            module, line = _module_of(x), x.__code__.co_firstlineno if isinstance(x, FunctionType) else None
+            module, line = module_of(x), x.__code__.co_firstlineno if isinstance(x, FunctionType) else None
             if not is_of(module, LIBRARIES) or getattr(x, "__closure__", None):
                 raise NotCacheable(f"{where} runs {_described(x)}")
             return [module, x.__qualname__, line, version_of(module)]
@@ -184,7 +184,7 @@ def _require_known(
     for x in (x for function in functions for x in _inside(function)):
         code = getattr(x, "__code__", None)
         is_here = code is not None and code.co_filename == file and {*code.co_freevars} <= {"__class__"}
-        if not is_here and id(x) not in ids and not is_of(_module_of(x), modules):
+        if not is_here and id(x) not in ids and not is_of(module_of(x), modules):
             raise NotCacheable(f"{where or 'the model'} runs {_described(x)}")
 
 
@@ -192,7 +192,7 @@ def _is_harmless(x: Any) -> bool:
     """Whether an object is one of a trainer or of an engine, or a collection of such objects."""
     if isinstance(x, _COLLECTIONS):
         return bool(x) and all(map(_is_harmless, x.values() if isinstance(x, Mapping) else x))
-    return all(is_of(_module_of(each), MODULES) for each in _inside(x))
+    return all(is_of(module_of(each), MODULES) for each in _inside(x))
 
 
 def _inside(function: Any) -> Iterator[Any]:
@@ -215,13 +215,6 @@ def _inside(function: Any) -> Iterator[Any]:
         pending += [] if wrapped is None else [wrapped]
         pending += [each for each in bound if isinstance(each, _FUNCTIONS)]
         yield inner_function(x)
-
-
-def _module_of(x: Any) -> str:
-    """The module that a function, or the class of another object, was written in. `functools.wraps` changes neither."""
-    if isinstance(x, FunctionType):
-        return x.__globals__.get("__name__") or ""
-    return str(x.__module__) if isinstance(x, BuiltinFunctionType) else type(x).__module__
 
 
 def _described(function: Any) -> str:
