@@ -13,18 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ...models.functions import module_of
 from ..replacements import temporarily
 
 Gather = Callable[[Tensor], Tensor]
 
 _FUNCTIONS = ("gather", "gather_for_metrics")
-
-
-def is_replaced(accelerator: Any) -> bool:
-    """Whether user code has replaced a gathering function of accelerate."""
-    functions = [getattr(accelerator, name) for name in _FUNCTIONS]
-    modules = [getattr(function, "__globals__", {}).get("__name__", "") for function in functions]
-    return not all(module.startswith(("accelerate.", "fastdpo.")) for module in modules)
 
 
 @contextmanager
@@ -37,7 +31,8 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
         accelerator: of the trainer.
         gather: gathers in the place of `Accelerator.gather`.
     """
-    if accelerator.num_processes == 1 or is_replaced(accelerator):
+    modules = [module_of(getattr(accelerator, name)) for name in _FUNCTIONS]
+    if accelerator.num_processes == 1 or not all(x.startswith(("accelerate.", "fastdpo.")) for x in modules):
         yield
         return
     of_all: Gather = gather or accelerator.gather
