@@ -100,6 +100,14 @@ def test_policy_and_reference_of_equal_code_run_alike(first):
     assert referred(other) == "fused", "of other code"
 
 
+def test_a_model_that_has_diverged_tells_nothing_of_others(caplog):
+    diverged = fastdpo.prepare(tiny_model().train())
+    torch.nn.init.constant_(diverged.model.norm.weight, float("nan"))
+    assert scored(diverged) == "stock"
+    assert "the hidden states of LlamaForCausalLM are not finite" in caplog.text
+    assert scored(fastdpo.prepare(tiny_model(seed=1).train())) == "fused"
+
+
 def test_a_model_that_changes_at_each_step_is_not_examined_at_each(probed):
     model = fastdpo.prepare(tiny_model().train())
     attention = model.model.layers[0].self_attn

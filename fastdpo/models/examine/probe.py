@@ -61,7 +61,7 @@ LeftPadding = Literal["ignored", "counted", "seen"]
 because the model's own positions count it, as those of GPT-2; or in another way.
 """
 
-_OF_ROWS = {"cannot-run", "different-states", "different-gradients"}
+_OF_ROWS = {"cannot-run", "different-states", "different-gradients", "not-finite"}
 """Names of the reasons that other rows may not have."""
 
 
@@ -195,6 +195,8 @@ def _compare(
     changed = _changed(expected, rounded, found, again)
     if changed:
         return Reason("keeps-state", model=name, names=changed), recorded
+    if not expected.states.isfinite().all():
+        return Reason("not-finite", model=name), recorded
     starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
     least = least_unit(model, found)
     allowed = probe_bound(max(_worst_error(layout, rounded.states, expected.states, starts), least / 16))
