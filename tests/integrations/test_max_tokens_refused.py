@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PromptTuningConfig, TaskType
 
 import fastdpo
@@ -96,6 +97,14 @@ def test_refused(tmp_path, case):
     fastdpo.patch(trainer, max_tokens=MAX_TOKENS[trainer])
     with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {message}"):
         trained(tmp_path, trainer, **options)
+
+
+@pytest.mark.parametrize("options", [dict(accelerator_config={"even_batches": False}), dict(ddp_static_graph=True)])
+def test_refused_on_several_ranks(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
+    with pytest.raises(NotImplementedError, match="does not support (even_batches=False|ddp_static_graph=True)"):
+        trained(tmp_path, DPO, **options)
 
 
 def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):

@@ -34,6 +34,8 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
         return "parallelism_config"
     if trainer.accelerator.num_processes > 1 and not trainer.args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
+    if trainer.accelerator.num_processes > 1 and getattr(trainer.args, "ddp_static_graph", False):
+        return "ddp_static_graph=True, with which gradients are not accumulated"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         return "models that transformers shards while it loads them"
     if is_overridden(trainer, stock, (name for name in LOSS_FUNCTIONS if hasattr(stock, name))):
