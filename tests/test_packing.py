@@ -159,7 +159,7 @@ NOT_PACKABLE = {  # attention mask and labels of one row of four tokens, shifted
     "a label scored by padding after": ([1, 1, 0, 0], [-100, 3, 3, 3], False, "a label is scored by a padding"),
     "a shifted label on padding": ([1, 1, 0, 0], [3, 3, 3, -100], True, "a label is scored by a padding"),
     "a label of a row without tokens": ([0, 0, 0, 0], [-100, 3, -100, -100], False, "a label is scored by a padding"),
-    "no token": ([0, 0, 0, 0], [-100] * 4, False, "no token is real"),
+    "no token": ([0, 0, 0, 0], [-100] * 4, False, "all tokens are padding"),
 }
 
 
@@ -178,9 +178,9 @@ def test_unpackable_batches_raise_with_the_reason(name):
 def test_empty_batches_raise_not_packable(shape):
     empty = torch.zeros(shape, dtype=torch.long)
     for shifted in (False, True):
-        with pytest.raises(NotPackable, match="no token is real"):
+        with pytest.raises(NotPackable, match="all tokens are padding"):
             pack(empty, empty, empty, shifted=shifted)
-    with pytest.raises(NotPackable, match="no token is real"):
+    with pytest.raises(NotPackable, match="all tokens are padding"):
         pack_pairs(empty, empty, empty)
 
 

@@ -62,7 +62,7 @@ class Seam:
         if not self.on or self.tested is None:
             return None
         comparison = ": its first calls are compared with stock ones" if self.compared else ""
-        return f"newer than the tested versions, {self.tested}{comparison}"
+        return f"tested with {self.tested}{comparison}"
 
     def __str__(self) -> str:
         state = "on" if self.reason is None else f"off, {self.reason.named}"

@@ -82,7 +82,7 @@ def results(tmp_path_factory):
 
 TESTED = "".join(f", {package}<={packages.TESTED[package]}" for package in packages.newer())
 COMPARED = "its first calls are compared with stock ones"
-ON = f"on, provisionally: newer than the tested versions, trl>=1.15,<1.17{TESTED}: {COMPARED}"
+ON = f"on, provisionally: tested with trl>=1.15,<1.17{TESTED}: {COMPARED}"
 OFF = (
     "off, its code differs from the tested versions: trl.trainer.dpo_trainer.add_fused_lm_head must have the "
     "parameters ['model', 'temperature', 'cast_lm_head_to_fp32', 'outputs']; got None [different-code]"

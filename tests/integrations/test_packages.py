@@ -73,7 +73,7 @@ def test_a_newer_version_is_provisional(monkeypatch, package):
     tested = packages.TESTED[package]
     versions = ", ".join(f"{name}<={packages.TESTED[name]}" for name in packages.newer())
     assert f"{package}<={tested}" in versions
-    assert seam.provisional == f"newer than the tested versions, {versions}"
+    assert seam.provisional == f"tested with {versions}"
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}"
 
 

@@ -263,7 +263,7 @@ def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recor
     found = [step(models[0], given) for given in BATCHES * 2]
     for ours, stock in zip(found, expected, strict=True):
         assert_close(ours, stock)
-    assert "without memory for a batch, what recordings held was given back [graphs-memory-left]" in caplog.text
+    assert "memory ran out for a batch, so that recordings were dropped [graphs-memory-left]" in caplog.text
     gc.collect()
     assert not recorder.recordings
 
@@ -285,7 +285,7 @@ def test_a_reference_without_memory_takes_back_what_the_policy_has_recorded(monk
     del loss
     gc.collect()
     assert not recorder.recordings
-    assert "no CUDA graphs, without memory for a batch" in caplog.text
+    assert "no CUDA graphs, memory ran out for a batch" in caplog.text
 
 
 def test_a_trial_of_a_recording_runs_one_batch(monkeypatch, recorder):

@@ -16,11 +16,9 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 TEXT = """# Troubleshooting
 
-Generated from `fastdpo/reasons.toml` by `make docs`; a test fails when the page is stale.
-
-What fastdpo does not support runs as it would without fastdpo, and one line of the logger `fastdpo`
-says why. The line ends with the name of the reason in brackets. Names do not change between
-versions.
+<!-- Generated from fastdpo/reasons.toml by `make docs`. -->
+What fastdpo does not support runs as it would without fastdpo, and the logger `fastdpo` says why, once. The line ends
+with the name of the reason in brackets. Names do not change between versions.
 
 ```text
 {example}
@@ -30,8 +28,8 @@ versions.
   any data.
 - `FASTDPO_STRICT=1` turns every fallback into an error.
 - `print(fastdpo.calls)` counts the calls of each model by the path that they took.
-- Memory that grows for a while in bfloat16 on a CPU is that of oneDNN, which compiles products for each shape and keeps
-  them. `ONEDNN_PRIMITIVE_CACHE_CAPACITY=16` limits it, and makes steps slower.
+- In bfloat16 on a CPU, memory grows for a while because oneDNN keeps compiled products of each shape.
+  `ONEDNN_PRIMITIVE_CACHE_CAPACITY=16` limits it, and makes steps slower.
 
 {sections}
 """

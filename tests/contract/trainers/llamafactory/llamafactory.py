@@ -116,10 +116,9 @@ COPIES = {
     "logits in the loss": [(TRAINER, "return losses.mean(), ", "return losses.mean() + policy_chosen_logits.mean(), ")],
 }
 NEWER = (
-    f"{NAME} (0.9.6): on, provisionally: newer than the tested versions, llamafactory==0.9.5: "
-    "its first calls are compared with stock ones"
+    f"{NAME} (0.9.6): on, provisionally: tested with llamafactory==0.9.5: its first calls are compared with stock ones"
 )
-OFF = f"{NAME} (0.9.6): off, it is newer than the tested versions, in which other code stands for "
+OFF = f"{NAME} (0.9.6): off, it is newer than the tested versions, and its code differs in "
 REPORTS = {
     "unchanged": NEWER,
     "another loss": NEWER,

@@ -79,10 +79,10 @@ COPIES = {
     "another actor": [(ACTOR, LABELS, LABELS.replace("(output", "(1.25 * output"))],
 }
 NEWER = (
-    f"{NAME} (0.12.0): on, provisionally: newer than the tested versions, openrlhf>=0.9.10,<0.12: "
+    f"{NAME} (0.12.0): on, provisionally: tested with openrlhf>=0.9.10,<0.12: "
     "its first calls are compared with stock ones"
 )
-OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, in which other code stands for "
+OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, and its code differs in "
 REPORTS = {
     "unchanged": NEWER,
     "another loss": NEWER,

@@ -163,13 +163,12 @@ COPIES = {
     "other positions": [(MIXIN, MASK, OTHER_MASK)],
 }
 NEWER = (
-    f"{NAME} (4.7.0): on, provisionally: newer than the tested versions, ms-swift>=4.6,<4.7: "
-    "its first calls are compared with stock ones"
+    f"{NAME} (4.7.0): on, provisionally: tested with ms-swift>=4.6,<4.7: its first calls are compared with stock ones"
 )
 REPORTS = {
     "unchanged": NEWER,
     "another loss": NEWER,
-    "other positions": f"{NAME} (4.7.0): off, it is newer than the tested versions, in which other code stands for "
+    "other positions": f"{NAME} (4.7.0): off, it is newer than the tested versions, and its code differs in "
     "swift.rlhf_trainers.dpo_trainer.DPOTrainer.get_per_token_logps [changed-code]",
 }
 LOSSES_OF_DPO = {f"loss {x}": (dict(loss_type=x, max_steps=2), dict(policy=2, reference=2)) for x in LOSSES}
