@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         message = " ".join(line.strip() for line in str(error).removeprefix(f"{args.command}: ").splitlines())
         sys.exit(f"fastdpo {args.command}: {message}")
+    except ImportError as error:
+        sys.exit(f"fastdpo {args.command}: requires packages that the extra `trl` installs: {error}")
     except KeyboardInterrupt:
         print(f"fastdpo {args.command}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -127,10 +129,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.model is not None:
         require_model("check", args.model)
     warnings.simplefilter("ignore")
-    try:
-        from .commands.check import command
-    except ImportError as error:
-        sys.exit(f"fastdpo check: requires TRL and what it depends on: {error}")
+    from .commands.check import command
 
     options = dict(batches=args.batches, batch_size=args.batch_size, lora=args.lora, fields=args.fields)
     report = command.check(args.model, args.dataset, rewards=args.tiny == "reward", **options)

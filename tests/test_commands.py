@@ -111,6 +111,13 @@ def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
     assert capsys.readouterr() == ("", f"fastdpo {name}: interrupted\n")
 
 
+@pytest.mark.parametrize("name", ["check", "doctor"])
+def test_a_missing_package_ends_a_command_with_one_line(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SystemExit, match=f"^fastdpo {name}: requires packages that .*: .*huggingface_hub"):
+        __main__.main(shlex.split(COMMANDS[name].epilog)[2:])
+
+
 @pytest.mark.thorough
 def test_ctrl_c_ends_a_check_and_its_run(tmp_path):
     """The terminal sends SIGINT to both processes."""
