@@ -1,5 +1,8 @@
 """Sums and losses of sequences: precise, apart from each other, and of a layout. `test_contract.py` has the rest."""
 
+import re
+
+import pytest
 import torch
 
 from fastdpo import ops
@@ -17,6 +20,15 @@ def test_a_target_of_probability_zero_affects_only_its_sequence():
     logits = torch.zeros(2, 3, 4)
     logits[0, 1, 2] = -float("inf")
     assert sequence_logps(logits, torch.full((2, 3), 2)).logps.isinf().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("bounds", [[0, 400_000, 3], [0, 2, 9], [1, 3, 4]])
+def test_bounds_beyond_the_tokens_raise_in_compiled_calls(bounds):
+    """They would be read from other memory."""
+    compiled = torch.compile(sequence_logps, fullgraph=True, backend="eager")
+    rule = re.escape(f"sequence_logps: cu_seqlens must increase from 0 to 3; got {bounds}")
+    with torch.device("cpu"), pytest.raises(ValueError, match=rule):
+        compiled(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), torch.tensor(bounds))
 
 
 def test_losses_that_compare_pairs_and_losses_without_a_reference():

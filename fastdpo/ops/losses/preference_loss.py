@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype, is_host
+from ..devices import accumulation_dtype, is_host, is_traced
 from .divergences import DIVERGENCES
 from .objectives import (
     DPO,
@@ -116,7 +116,7 @@ def preference_loss(
         if x is not None:
             checks.require(tuple(x.shape) == (n_pairs,), OP, name, "be [{}]", list(x.shape), n_pairs)
     checks.require_same_device(OP, **given)
-    if is_host(chosen_logps.device) and not torch.compiler.is_compiling():  # elsewhere it would synchronize
+    if is_host(chosen_logps.device) and not is_traced():  # elsewhere it would synchronize
         for name, x in lengths.items():
             checks.require(x is None or bool((x >= 0).all()), OP, name, "be 0 or more", "a negative or NaN length")
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)

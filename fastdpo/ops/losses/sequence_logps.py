@@ -19,13 +19,14 @@ from ..head.token_logps import token_logps
 
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
-def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _fwd(values: Tensor, cu_seqlens: Tensor, op: str) -> Tensor:
+    _require_order(op, cu_seqlens, len(values))  # here, where compiled calls make the check, too
     sums = torch.segment_reduce(values.double(), "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
     return sums.to(values.dtype)
 
 
 @_fwd.register_fake
-def _(values, cu_seqlens):
+def _(values, cu_seqlens, op):
     return values.new_empty(cu_seqlens.shape[0] - 1)
 
 
@@ -40,22 +41,24 @@ def _(grad, cu_seqlens, tokens):
 
 
 def _save(ctx, inputs, output):
-    values, cu_seqlens = inputs
+    values, cu_seqlens, _ = inputs
     ctx.save_for_backward(cu_seqlens)
     ctx.tokens = values.shape[0]
 
 
-_fwd.register_autograd(lambda ctx, grad: (_bwd(grad, *ctx.saved_tensors, ctx.tokens), None), setup_context=_save)
+_fwd.register_autograd(lambda ctx, grad: (_bwd(grad, *ctx.saved_tensors, ctx.tokens), None, None), setup_context=_save)
 _bwd.register_autograd(
-    lambda ctx, grad: (_fwd(grad, *ctx.saved_tensors), None, None),
+    lambda ctx, grad: (_fwd(grad, *ctx.saved_tensors, "segment_sums"), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
 )
 
 
-def segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+def segment_sums(values: Tensor, cu_seqlens: Tensor, op: str) -> Tensor:
     """Sums [S] of values [N], in float64 and in a fixed order, unless torch.func transforms them."""
     if not is_transformed():
-        return _fwd(values, cu_seqlens)
+        return _fwd(values, cu_seqlens, op)
+    if not torch.compiler.is_compiling():
+        _require_order(op, cu_seqlens, len(values))
     lengths = cu_seqlens.diff()
     index = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     return values.new_zeros(len(lengths)).index_add(0, index, values)
@@ -141,17 +144,16 @@ def linear_sequence_logps(
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
-    _require_bounds(op, cu_seqlens, targets.numel())
-    bounds = cu_seqlens.long()
-    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), _target_counts(targets, bounds))
-
-
-def _require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
-    """Requires the bounds [S + 1] of sequences of `tokens` tokens in total."""
     checks.require_ints(op, cu_seqlens=cu_seqlens)
     are_bounds = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0
     checks.require(are_bounds, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape))
-    if is_host(cu_seqlens.device) and not torch.compiler.is_compiling():  # elsewhere this check would synchronize
+    bounds = cu_seqlens.long()
+    return SequenceLogps(segment_sums(logps.reshape(-1), bounds, op), _target_counts(targets, bounds))
+
+
+def _require_order(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """Requires that bounds [S + 1] are those of `tokens` tokens in total."""
+    if is_host(cu_seqlens.device):  # elsewhere this check would synchronize
         ordered = cu_seqlens[0] == 0 and cu_seqlens[-1] == tokens and bool((cu_seqlens.diff() >= 0).all())
         checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", cu_seqlens.tolist(), tokens)
 
