@@ -96,7 +96,8 @@ def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | N
         return query.new_empty(0)
     wide = lse.dtype
     p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
-    return -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
+    products = (grad.to(wide) * out.to(wide)).sum(-1)  # [T, H]; autocast would round those of `vecdot`
+    return -(p * products.t()).sum(1).to(sinks.dtype)
 
 
 def _backward(
