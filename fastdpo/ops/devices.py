@@ -104,12 +104,11 @@ def is_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
+@constant_while_tracing
 def is_transformed() -> bool:
     """Whether functions are transformed by torch.func, or differentiated in forward mode. Their tensors may have no
     values that the host could read, and only what is made of operators of torch can be transformed.
     """
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -318,6 +318,7 @@ def test_gradients_of_first_and_second_order(name, run):
 def test_transforms(name, run):
     """Those of torch.func, of a call and of its backward."""
     inputs, call = run.inputs(name, "few", torch.float64), CALLS[name]
+    inputs |= {x: inputs[x].float() for x in ("bias",) if x in inputs}  # a head casts it
     leaves = [inputs[x] for x in call.needs]
 
     def result(*leaves):
@@ -330,10 +331,31 @@ def test_transforms(name, run):
     found = torch.func.vjp(result, *leaves)[1](upstream)
     batched = torch.func.vmap(lambda x: torch.autograd.grad(result(*trained), trained, x))(torch.stack([upstream] * 2))
     (_, tangent) = torch.func.jvp(result, tuple(leaves), tuple(leaves))
-    assert torch.allclose((tangent * upstream).sum(), sum((x * y).sum() for x, y in zip(leaves, expected, strict=True)))
+    slope = sum((x * y).sum().double() for x, y in zip(leaves, expected, strict=True))
+    assert torch.allclose((tangent * upstream).sum(), slope)
     for x, y, z in zip(expected, found, batched, strict=True):
         assert torch.allclose(x, y)
         assert torch.allclose(x, z[1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token_logps plain", "linear_logps kept", "sequence_logps packed", "packed_attention all, grouped, 4 gradients"],
+)
+def test_compiled_transforms(name, run):
+    torch.compiler.reset()
+    inputs, call = run.inputs(name, "few"), CALLS[name]
+
+    def gradients(*leaves):
+        def loss(*leaves):
+            results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options)
+            return (results if isinstance(results, Tensor) else results.logps).sum()
+
+        return torch.func.grad(loss, tuple(range(len(leaves))))(*leaves)
+
+    leaves = [inputs[x] for x in call.needs]
+    for x, y in zip(torch.compile(gradients, backend="aot_eager")(*leaves), gradients(*leaves), strict=True):
+        assert torch.allclose(x, y, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32

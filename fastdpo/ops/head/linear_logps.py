@@ -95,7 +95,8 @@ class _LinearLogps(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         again = torch.is_grad_enabled() and not is_traced()
         if (again or is_transformed()) and ctx.main_grad is None:
-            define = functools.partial(_defined, targets, ctx.transform, ctx.compute_dtype, ctx.has_entropy)
+            statistics = "entropy" if ctx.has_entropy else ""
+            define = functools.partial(_defined, targets, ctx.transform, ctx.compute_dtype, statistics)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
             return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *others
         main_grad = ctx.main_grad if needs_weight else None
@@ -122,14 +123,15 @@ def _defined(
     targets: Tensor,
     transform: Transform,
     compute_dtype: torch.dtype,
-    has_entropy: bool,
+    statistics: str,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
 ) -> TokenLogps:
-    """The differentiable results by the op's definition, in the dtype of its sums."""
-    wide, outputs = accumulation_dtype(compute_dtype), ("logps", "entropy")[: 1 + has_entropy]
-    given = {**transform._asdict(), "bias": None if bias is None else bias.to(wide), "outputs": outputs}
+    """The results by the op's definition, in the dtype of its sums."""
+    wide = accumulation_dtype(compute_dtype)
+    bias = None if bias is None else bias.to(wide)
+    given = {**transform._asdict(), "bias": bias, "outputs": statistic_names(statistics)}
     return definitions.linear_logps(hidden.to(wide), weight.to(wide), targets, **given)
 
 
@@ -219,9 +221,8 @@ def linear_logps(
     statistics, compute_dtype = requested_statistics(OP, outputs), _compute_dtype(hidden)
     _check_main_grad(main_grad, weight, compute_dtype)
     transform = Transform(softcap, logit_scale, temperature)
-    if is_transformed() and main_grad is None:
-        given = {**transform._asdict(), "bias": bias, "outputs": statistic_names(statistics)}
-        return definitions.linear_logps(hidden, weight, targets, **given)
+    if is_transformed():
+        return _defined(targets, transform, compute_dtype, statistics, hidden, weight, bias)
 
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
