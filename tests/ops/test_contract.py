@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fastdpo import ops
@@ -384,6 +385,41 @@ def test_compiles_for_any_number_of_tokens(name, dtype, run):
     for size in ("some", "many"):
         inputs = run.inputs(name, size, dtype)
         assert same(run(name, inputs, compiled, dtype), run(name, inputs, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if name.startswith("linear_logps")])
+def test_compiled_autograd(name, run):
+    torch.compiler.reset()
+    inputs = run.inputs(name, "some")
+    op = torch.compile(CALLS[name].op, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        found = run(name, inputs, op)
+    assert same(found, run(name, inputs))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors(name, run):
+    """They have the shapes and dtypes of results and gradients, as in estimates of memory."""
+    inputs = run.inputs(name, "some")
+    expected = run(name, inputs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = run(name, {x: mode.from_tensor(value) for x, value in inputs.items()})
+    assert found.keys() == expected.keys()
+    for x, value in found.items():
+        assert (value.shape, value.dtype) == (expected[x].shape, expected[x].dtype)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_autocast_does_not_change_the_backward(name, run):
+    inputs, device = run.inputs(name, "some"), torch.get_default_device().type
+
+    def in_float32(**given):
+        with torch.autocast(device, enabled=False):
+            return CALLS[name].op(**given)
+
+    with torch.autocast(device, torch.bfloat16):
+        found = run(name, inputs, in_float32)
+    assert same(found, run(name, inputs))
 
 
 @pytest.mark.parametrize("name", OF_HEADS)

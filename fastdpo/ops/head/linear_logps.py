@@ -78,8 +78,8 @@ class _LinearLogps(torch.autograd.Function):
         forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
         head = (hidden, weight, bias, targets, *transform, compute_dtype)
         kept, jacobian, logps, shift, others, total, *extra = forward(statistics, keep, form_jacobian, *head)
-        ctx.kept = kept
-        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, shift, others, total)
+        ctx.kept, saved = (None, kept) if torch.compiler.is_compiling() else (kept, None)
+        ctx.save_for_backward(hidden, weight, bias, targets, saved, jacobian, shift, others, total)
         ctx.transform, ctx.compute_dtype, ctx.main_grad = transform, compute_dtype, main_grad
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
@@ -87,8 +87,8 @@ class _LinearLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
-        hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept, others = _take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
+        hidden, weight, bias, targets, kept, jacobian, *sums = ctx.saved_tensors
+        kept, others = _take_kept(ctx) if kept is None else kept, [None] * (len(ctx.needs_input_grad) - 3)
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *others)
@@ -111,10 +111,11 @@ class _LinearLogps(torch.autograd.Function):
 def _take_kept(ctx: Any) -> Tensor:
     """The gradient tiles that the forward kept. They are freed unless the graph is retained.
 
-    Autograd does not save them, so hooks on saved tensors do not move them to the host with the activations.
+    Autograd does not save them, so hooks on saved tensors do not move them to the host with the activations. Compiled
+    autograd would lose them, so compiled calls save them.
     """
     kept = ctx.kept
-    if not (torch.compiler.is_compiling() or _retains_graph()):
+    if not _retains_graph():
         ctx.kept = None
     return kept
 
