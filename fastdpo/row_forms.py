@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 def require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
     tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
     checks.require_tensors(op, **tensors)
+    checks.require_no_dtensor(op, **tensors)
     checks.require_values(op, **tensors)
     shape = list(input_ids.shape)
     for name, tensor in tensors.items():

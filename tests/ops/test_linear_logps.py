@@ -150,6 +150,10 @@ def test_main_grad_receives_the_gradient_of_the_weight(name, dtype, mode):
     assert others.pop("weight") is None
     assert all(torch.equal(others[leaf], gradients[leaf]) for leaf in others)
     assert error(main_grad - before, gradients["weight"]) < 2 * torch.finfo(dtype).eps + 1e-6
+    with pytest.raises(ValueError, match=r"^linear_logps: main_grad must be None in transforms of torch\.func; got"):
+        torch.func.grad(lambda x: linear_logps(**inputs | {"hidden": x}, main_grad=main_grad).logps.sum())(
+            inputs["hidden"].detach()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -101,11 +101,22 @@ def test_misuse_raises(function, message, wrong):
     assert not isinstance(caught.value, NotPackable)
 
 
-def test_a_sharded_weight_raises():
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (ops.linear_logps, ("hidden", "weight", "targets")),
+        (ops.sequence_logps, ("logits", "targets")),
+        (ops.packed_attention, ("query", "key", "value", "rows")),
+        (pack, BATCH),
+    ],
+)
+def test_a_sharded_tensor_raises(function, arguments):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        weight = distribute_tensor(HEAD["weight"], init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(ValueError, match=r"^linear_logps: weight must be a whole tensor.*full_tensor.*DTensor"):
-            ops.linear_logps(**HEAD | dict(weight=weight))
+        right = RIGHT[function]
+        for name in arguments:
+            sharded = distribute_tensor(right[name], init_device_mesh("cpu", (1,)), [Shard(0)])
+            with pytest.raises(ValueError, match=rf"^\w+: {name} must be a whole tensor.*full_tensor.*DTensor"):
+                function(**right | {name: sharded})
     finally:
         dist.destroy_process_group()

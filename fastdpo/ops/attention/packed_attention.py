@@ -242,6 +242,7 @@ def packed_attention(
     """
     checks.require_tensors(OP, query=query, key=key, value=value, rows=rows)
     checks.require_tensors_or_none(OP, sinks=sinks)
+    checks.require_no_dtensor(OP, query=query, key=key, value=value, rows=rows, sinks=sinks)
     checks.require_values(OP, query=query)
     checks.require_floating(OP, query=query, key=key, value=value, sinks=sinks)
     has_heads = query.dim() == 3 and 0 not in query.shape[1:]

@@ -271,7 +271,7 @@ def _check_head(
     checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
     is_matrix = hidden.dim() == 2 and hidden.shape[1] > 0
     checks.require(is_matrix, OP, "hidden", "be [N, D], D > 0", list(hidden.shape))
-    checks.require_no_dtensor(OP, weight=weight, bias=bias)
+    checks.require_no_dtensor(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
     d = hidden.shape[1]
     matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
     expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
@@ -286,7 +286,9 @@ def _check_head(
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, compute_dtype: torch.dtype) -> None:
     if main_grad is None:
         return
+    checks.require(not is_transformed(), OP, "main_grad", "be None in transforms of torch.func", "a tensor")
     checks.require_tensors(OP, main_grad=main_grad)
+    checks.require_no_dtensor(OP, main_grad=main_grad)
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
     wide = accumulation_dtype(compute_dtype)
     fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)

@@ -192,6 +192,7 @@ def token_logps(
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
     checks.require_tensors(OP, logits=logits, targets=targets)
+    checks.require_no_dtensor(OP, logits=logits, targets=targets)
     checks.require_flags(OP, inplace_backward=inplace_backward)
     checks.require_floating(OP, logits=logits)
     checks.require(logits.dim() > 0 and logits.shape[-1] > 0, OP, "logits", "be [..., V], V > 0", list(logits.shape))
