@@ -13,13 +13,25 @@ from tests.support.models.trained_effects import EFFECTS
 TRAINERS = [x for x in harnesses() if x.name in {f"trl.{x}Trainer" for x in ("DPO", "KTO", "Reward", "SFT", "GRPO")}]
 STEPS = 3
 
+UNSEEN = {
+    "trl.KTOTrainer": ("switched buffer", "changed entry", "changing attribute", "scale of lengths"),
+    "trl.GRPOTrainer": ("scale of lengths",),
+}
+"""What a trainer's calls do not show: patched, KTO makes fewer of them, and batches of both are short."""
+
+CASES = [
+    pytest.param(harness, name, id=f"{harness.name}-{name}")
+    for harness in TRAINERS
+    for name in (*PLANTED, *EFFECTS)
+    if name not in UNSEEN.get(harness.name, ())
+]
+
 
 def reasons_in(messages) -> set[str]:
     return {x.rpartition("[")[2].rstrip("]") for x in messages if ": not fused, " in x}
 
 
-@pytest.mark.parametrize("name", [*PLANTED, *EFFECTS])
-@pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS])
+@pytest.mark.parametrize(("harness", "name"), CASES)
 def test_a_model_with_more_than_weights(harness, name, tmp_path, caplog):
     """Those with an effect in training are not fused in any step."""
     planted = (PLANTED | EFFECTS)[name]
