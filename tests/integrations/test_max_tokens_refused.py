@@ -103,7 +103,7 @@ def test_refused(tmp_path, case):
 def test_refused_on_several_ranks(tmp_path, monkeypatch, options):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
-    with pytest.raises(NotImplementedError, match="does not support (even_batches=False|ddp_static_graph=True)"):
+    with pytest.raises(NotImplementedError, match=r"does not support (even_batches=False|ddp_static_graph=True)"):
         trained(tmp_path, DPO, **options)
 
 
