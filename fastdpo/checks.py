@@ -50,8 +50,9 @@ def shown(value: object) -> str:
 
 def suggested(name: str, names: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the known name that is most similar to it, if any is."""
-    similar = difflib.get_close_matches(name, [*names], n=1)
-    return f"; did you mean {similar[0]}?" if similar else ""
+    names = {known.lower(): known for known in names}
+    similar = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; did you mean {names[similar[0]]}?" if similar else ""
 
 
 def require_flags(op: str, **flags: object) -> None:
