@@ -149,19 +149,19 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--no-share-prompts",
         dest="share_prompts",
         action="store_false",
-        help="compute a prompt for each of its answers",
+        help="compute a prompt once for each of its answers",
     )
     runner.add_argument(
         "--max-tokens",
         type=_tokens,
         metavar="TOKENS",
-        help="cut the rows of each step by distinct tokens, or auto",
+        help="cut each step into micro-batches of up to this many tokens, or auto",
     )
     runner.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default="auto",
-        help="compile layers and replay CUDA graphs, or never, instead of where it pays",
+        help="compile layers and replay CUDA graphs, or never (default: where it pays)",
     )
     runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
