@@ -14,7 +14,7 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
@@ -175,6 +175,8 @@ def test_code_around_a_constructor_takes_other_arguments(tmp_path, monkeypatch):
     models = [tiny_model(seed=seed) for seed in range(2)]
     with fastdpo.patched(), pytest.raises(TypeError, match=r"DPOTrainer\.__init__\(\) got an .* 'tokenizer'"):
         build(tmp_path, *models, tokenizer=None)
+    with fastdpo.patched(), pytest.raises(ValueError, match="`train_dataset` is required"):
+        DPOTrainer(models[0], args=TrainingArguments(tmp_path))
     monkeypatch.setattr(DPOTrainer, "__init__", init)
     with fastdpo.patched():
         run = train(tmp_path, *models, tokenizer=None)

@@ -190,7 +190,7 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
     whether it was given.
     """
     config = arguments_of(stock, trainer, *args, **kwargs).get("args")
-    is_given = config is not None and config.padding_free
+    is_given = getattr(config, "padding_free", False)
     with temporarily(config, padding_free=False) if is_given else nullcontext():
         yield is_given
 
