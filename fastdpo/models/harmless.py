@@ -22,8 +22,8 @@ their wrappers of a forward are for precision, device placement or counting.
 TRAINERS = ("fastdpo", "peft", "trl", "openrlhf")
 """Packages that train a model. PEFT's adapters are looked at separately."""
 
-FORWARD_WRAPPERS = (*ENGINES, "torch", "fastdpo")
-"""Packages whose wrappers of a causal LM's forward keep its logits."""
+FORWARD_WRAPPERS = (*ENGINES, "torch", "fastdpo", "trl.trainer.utils")
+"""Packages whose wrappers of a causal LM's forward keep its logits, such as those that an earlier trainer has left."""
 
 MODULES = (
     *(*ENGINES, *TRAINERS),

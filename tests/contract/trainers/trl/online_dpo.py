@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaForCausalLM
 from trl.experimental.online_dpo import OnlineDPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from fastdpo.integrations.trl import online_dpo
 from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
@@ -29,6 +30,12 @@ def prompts(*sizes: int) -> list[dict]:
     return [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(size))} for i, size in enumerate(sizes)]
 
 
+def trained_before(model):
+    """The model as another trainer of TRL leaves it."""
+    add_fused_lm_head(model)
+    return model
+
+
 GPT2 = dict(without=("head_dim", "num_key_value_heads", "intermediate_size"))
 LONG = prompts(3, 30, 8, 13, 20, 1, 12, 17)
 OPTIONS = {
@@ -41,6 +48,7 @@ OPTIONS = {
     "beta": (dict(beta=[0.3, 0.1], max_steps=1), dict(policy=1, reference=1)),  # stock fails in its second step
     # truncation
     "prompts cut": (dict(max_length=12, data=LONG), FULL),
+    "trained by TRL before": (dict(prepare=trained_before), FULL),
     # rewards
     "reward model": (dict(rewards=reward_model), FULL | dict(reward=3)),
     "rewards": (dict(rewards=lambda: [reward_model(), reward], reward_weights=[3.0, 0.1]), FULL | dict(reward=3)),
