@@ -289,12 +289,10 @@ class Pace:
         """
         if not self.trials:
             return 0.0 if self.is_busy else self.between / 2
-        dropped = [x for x in self.trials if not self.is_kept(x)]
-        if any(tokens > WORTH_ANOTHER * x.tokens for x in dropped):
+        if any(tokens > WORTH_ANOTHER * x.tokens for x in self.trials if not self.is_kept(x)):
             return 0.0
         nearest = min(self.trials, key=lambda x: abs(x.tokens - tokens))
-        saved = nearest.before - nearest.after * tokens / nearest.tokens
-        return saved / 2 if nearest in dropped else saved
+        return nearest.before - nearest.after * tokens / nearest.tokens
 
     def is_kept(self, trial: Trial) -> bool:
         """Whether a recording saves enough."""
