@@ -26,7 +26,7 @@ from ..models.calls import Counted, counted
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import MODELS, ForwardOptions, MakeOutput
-from ..models.structure import is_training
+from ..models.structure import Wrapping, is_training
 from ..reasons import Reason
 from . import switching
 from .admission.signatures import attribute_of, signature_difference
@@ -59,6 +59,7 @@ class TrainerState:
         has_fused: whether a call has been fused, if the line keeps it.
         has_stepped: whether the trainer has computed the gradients of a step.
         before: what was counted in the process before the trainer was created.
+        wrapping: remembers what is around its models.
         undo: undoes what was replaced in objects of the trainer.
     """
 
@@ -69,6 +70,7 @@ class TrainerState:
     has_fused: bool = False
     has_stepped: bool = False
     before: Counted = field(default_factory=counted)
+    wrapping: Wrapping = field(default_factory=Wrapping)
     undo: ExitStack = field(default_factory=ExitStack)
 
 

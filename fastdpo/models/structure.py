@@ -34,6 +34,7 @@ from .contents import (
     is_rotary,
     plain_members,
 )
+from .parts import modules_around, passes_arguments_on
 from .sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -272,6 +273,27 @@ def is_training(model: PreTrainedModel) -> bool:
     known = nn.Module.train, PreTrainedModel.train  # which replaces kernels when the mode changes
     has_own = any(x.train not in known for x in {*map(type, inner)}) or any("train" in x for x in map(vars, inner))
     return not has_own and type(model).train in known and model.training and all(map(_is_training, inner))
+
+
+class Wrapping:
+    """Remembers `parts.passes_arguments_on` of models, until a module around their transformers model changes."""
+
+    def __init__(self) -> None:
+        # By id of a model: the modules from the outermost to the transformers model, how they were, and the answer.
+        self._known: dict[int, tuple[list[nn.Module], list[tuple], bool]] = {}
+
+    def passes_arguments_on(self, model: nn.Module) -> bool:
+        modules, was, passes = self._known.get(id(model), ([], None, False))
+        if was != [*map(_wrapping, modules)]:
+            modules = [*modules_around(model)]
+            passes = passes_arguments_on(model)
+            self._known[id(model)] = modules, [*map(_wrapping, modules)], passes
+        return passes
+
+
+def _wrapping(module: nn.Module) -> tuple:
+    hooks = {**module._forward_pre_hooks}, {**module._forward_pre_hooks_with_kwargs}
+    return type(module).forward, vars(module).get("forward"), [*module._modules.values()], *hooks
 
 
 def _of_kind(modules: Iterable[nn.Module], kind: type | str) -> list[nn.Module]:

@@ -17,12 +17,11 @@ from ...logs import NotFused, warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ...models.parts import passes_arguments_on
 from ...models.sequence_group import SequenceGroup
 from ...models.state import ForwardOptions
 from ...reasons import Reason
 from ..collating import REPLACED
-from ..line import arguments_of
+from ..line import TrainerState, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import context_parallel, precompute
@@ -120,7 +119,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = [x for x in (model, trainer.ref_model) if x is not None]
         with (
-            computing_loss(trainer, models, inputs),
+            computing_loss(trainer, state, models, inputs),
             self.scoring(trainer, inputs, return_outputs),
             nullcontext(inputs) if state.budget is None else self._with_reference(trainer, inputs) as inputs,
         ):
@@ -165,12 +164,12 @@ class RewrittenDPOLine(PaddedBudgetLine):
 
 
 @contextmanager
-def computing_loss(trainer: Any, models: list[Any], inputs: dict[str, Any]) -> Iterator[None]:
+def computing_loss(trainer: Any, state: TrainerState, models: list[Any], inputs: dict[str, Any]) -> Iterator[None]:
     """In the block, TRL computes the loss of a batch: the labels of calls follow from its `completion_mask`, as far as
     the models are given what it passes on, and metrics are gathered from all ranks.
     """
     # A function may stand for a model.
-    passes = all(isinstance(x, nn.Module) and passes_arguments_on(x) for x in models)
+    passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
     with (
         labels_from(inputs.get("completion_mask") if passes else None, inputs["input_ids"]),
         of_all_ranks(trainer.accelerator),

@@ -31,7 +31,7 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
         accelerator: of the trainer.
         gather: gathers in the place of `Accelerator.gather`.
     """
-    modules = [module_of(getattr(accelerator, name)) for name in _FUNCTIONS]
+    modules = (module_of(getattr(accelerator, name)) for name in _FUNCTIONS)
     if accelerator.num_processes == 1 or not all(x.startswith(("accelerate.", "fastdpo.")) for x in modules):
         yield
         return

@@ -46,7 +46,7 @@ class TPOLine(LogitsLine):
         weights, called = inputs.pop(_WEIGHT, None), self.noting(trainer, model)
         if weights is not None:
             called = functools.partial(self._weighted, trainer, called, weights, inputs["completion_mask"])
-        with computing_loss(trainer, [model], inputs), self.scoring(trainer, inputs, return_outputs):
+        with computing_loss(trainer, state, [model], inputs), self.scoring(trainer, inputs, return_outputs):
             return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
 
     def uncuttable(self, trainer: Any) -> str | None:
