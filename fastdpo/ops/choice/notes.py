@@ -95,7 +95,7 @@ def note(
     try:
         atomic_files.write(path, json.dumps(content, indent=1).encode())
     except OSError as error:
-        _warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
+        warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -151,5 +151,5 @@ def _path(device: torch.device) -> Path | None:
 
 
 @lru_cache
-def _warn_unwritable(message: str) -> None:
+def warn_unwritable(message: str) -> None:
     warn(message)

@@ -107,7 +107,7 @@ def is_tried(device: torch.device) -> bool:
 
 def outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:
     """Runs a trial, wherever the kernel is first used, and says what is wrong with it, if anything."""
-    _announce(device)
+    announce(device)
     return in_new_thread(partial(_outcome, trial, device, dtype), device)
 
 
@@ -143,7 +143,7 @@ def _tried(kernel: Kernel, trial: Trial) -> str | None:
 
 
 @lru_cache
-def _announce(device: torch.device) -> None:
+def announce(device: torch.device) -> None:
     """Says what the first batch waits for, before the first kernel of a device is compiled."""
     logger.info("fastdpo: compiling and trying kernels on %s; the first batch waits for them", _described(device))
 

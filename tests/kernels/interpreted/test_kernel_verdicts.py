@@ -81,7 +81,7 @@ FAULTS = {  # module, launcher, what happens instead, part of the reason
 def forget():
     verdicts.failures.clear()
     verdicts.reported.clear()
-    verdicts._announce.cache_clear()
+    verdicts.announce.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def tried(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-    notes._warn_unwritable.cache_clear()
+    notes.warn_unwritable.cache_clear()
     forget()
     yield
     forget()
