@@ -62,7 +62,8 @@ def padded_call(
         if isinstance(input_ids, Tensor):
             lengths = _lengths(input_ids, cu_seqlens, kwargs.pop("position_ids", None))
         ids, targets = (_rows(x, given, lengths, device) for x, given in (("input_ids", input_ids), (name, labels)))
-        fit = [len(x) for x in ids] == [len(x) for x in targets] and len(ids) > 0
+        checks.require(len(ids) > 0, OP, "input_ids", "have a row", "no rows")
+        fit = [len(x) for x in ids] == [len(x) for x in targets]
         checks.require(fit, OP, name, "be rows of the lengths of input_ids", [*map(len, targets)])
         input_ids = pad_sequence(ids, batch_first=True)
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)

@@ -424,6 +424,7 @@ def test_shifted_labels_are_said_by_name():
     [
         (dict(input_ids=None), TypeError, "input_ids must be a tensor, or a list of the ids of each row"),
         (dict(input_ids=[["a"]], attention_mask=None), TypeError, "input_ids must be a tensor, or a list of"),
+        (dict(input_ids=[], labels=[], attention_mask=None), ValueError, "input_ids must have a row; got no rows"),
         (dict(labels=[[1, 2]]), TypeError, "labels must be a tensor"),
         (dict(labels=torch.zeros(4, 12)), TypeError, "labels must be int32 or int64"),
         (dict(labels=torch.full((4, 12), -7)), ValueError, "labels must be -100 or"),
