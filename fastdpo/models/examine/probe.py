@@ -177,11 +177,10 @@ def _compare(
     scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
     weight = 1.0 if gradients else None
     of_rows, of_tokens = (functools.partial(_running, model, x) for x in ("padded rows", "packed tokens"))
-    with attention.witness():
-        expected = run_backbone(model, padded, scored, weight, of_rows)
-        own, eager = expected, _own_eager(model)
-        if eager:
-            with with_values(eager):
+    with attention.witness() as of_padded:
+        own = expected = run_backbone(model, padded, scored, weight, of_rows)
+        if not of_padded.dropout:  # which attention leaves out under a witness where it is switched
+            with with_values(_own_attention(model)):
                 own = run_backbone(model, padded, scored, None, of_rows)
         with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
             inputs = {name: _rounded(x, unit) for name, x in padded.items()}
@@ -213,13 +212,13 @@ def _compare(
     return gradient_difference(name, found, expected, rounded, least / 2), recorded
 
 
-def _own_eager(model: PreTrainedModel) -> list[tuple[Any, str, str]]:
-    """What to set (see `with_values`) so that padded rows of an eager model run its own function of attention. The one
-    that is found by its name may be another.
+def _own_attention(model: PreTrainedModel) -> list[tuple[Any, str, str]]:
+    """What to set (see `with_values`) so that padded rows run what they did before the model was switched: code may
+    choose by the name of an implementation, and an eager function need not be the one of its modeling file.
     """
-    name = attention.packed_name("eager")
+    name, prior = attention.present(model), attention.implementation(model)
     configs = {id(x): x for x in (vars(module).get("config") for module in language_model(model).modules())}.values()
-    return [(x, "_attn_implementation", "eager") for x in configs if getattr(x, "_attn_implementation", None) == name]
+    return [(x, "_attn_implementation", prior) for x in configs if getattr(x, "_attn_implementation", None) == name]
 
 
 def _trains(model: PreTrainedModel) -> bool:
