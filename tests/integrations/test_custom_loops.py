@@ -184,7 +184,7 @@ def test_models_of_a_patched_trainer(tmp_path):
             fastdpo.prepare(model)
         expected = own_logps(model, **rows())
         copied = fastdpo.prepare(copy.deepcopy(model))  # with the forward that TRL has given it
-        assert_close(score(copied, STOCK, **rows()).logps, expected, absolute=1e-5)
+        assert_close(score(copied, FUSED, **rows()).logps, expected, absolute=1e-5)
     assert trainer.steps == 1
 
 
