@@ -16,8 +16,9 @@ STEPS = 3
 UNSEEN = {
     "trl.KTOTrainer": ("switched buffer", "changed entry", "changing attribute", "scale of lengths"),
     "trl.GRPOTrainer": ("scale of lengths",),
+    "trl.SFTTrainer": ("scale of lengths",),
 }
-"""What a trainer's calls do not show: patched, KTO makes fewer of them, and batches of both are short."""
+"""What a trainer's calls do not show: patched, KTO makes fewer of them, and batches of these are short."""
 
 CASES = [
     pytest.param(harness, name, id=f"{harness.name}-{name}")
