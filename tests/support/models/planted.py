@@ -130,7 +130,7 @@ def eager_attention_of_its_own(model: Model) -> None:
         return modeling_llama.eager_attention_forward(*args, scaling=2 * scaling, **options)
 
     own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
-    names = own.__globals__ | {"eager_attention_forward": sharper}
+    names = own.__globals__ | {"__name__": __name__, "eager_attention_forward": sharper}
     forward = FunctionType(own.__code__, names, argdefs=own.__defaults__)
     model.set_attn_implementation("eager")
     for layer in layers_of(model):
