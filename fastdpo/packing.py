@@ -172,7 +172,7 @@ def pack(
     attention_mask: Tensor,
     labels: Tensor,
     *,
-    groups: Tensor | Literal["prompts", "content", "pairs"] | None = None,
+    groups: Tensor | Literal["content", "pairs"] | None = None,
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
@@ -189,9 +189,8 @@ def pack(
         attention_mask: bool or int [R, L], nonzero where a token is real; or floating point with
             values 0 and 1. The real tokens of a row must be contiguous.
         labels: int32 or int64 [R, L], -100 where nothing is scored. Position i - 1 scores label i.
-        groups: int32 or int64 [R]. Rows with the same number may share a prefix. "prompts": rows
-            that are equal up to the token that scores their first label. "content": all rows, in any
-            order. "pairs": rows i and i + R/2, as in `pack_pairs`. None: no rows do.
+        groups: int32 or int64 [R]. Rows with the same number may share a prefix. "content": all rows, in
+            any order. "pairs": rows i and i + R/2, as in `pack_pairs`. None: no rows do.
         shifted: position i scores label i, and the output has the width of the input.
         store_all: store every real token, including those that no scored position depends on. A
             router's auxiliary loss counts them.
@@ -358,10 +357,9 @@ def _groups_of_rows(
     """[R] what is equal for rows that may share a prefix. The arguments are those of `pack` and `_extents`."""
     if isinstance(groups, Tensor):
         return groups.tolist()
-    if groups in ("prompts", "pairs"):  # the tokens up to the position that scores the first label
-        ends = _span(scored)[0] + 1
-        prompts = [ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))]
-        return prompts if groups == "prompts" else row_forms.pairs_of(prompts)
+    if groups == "pairs":
+        ends = _span(scored)[0] + 1  # prompts end after the token that scores the first label
+        return row_forms.pairs_of([ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))])
     return range(len(ids)) if groups is None else [0] * len(ids)
 
 

@@ -38,8 +38,8 @@ def require_form(
 ) -> None:
     """The arguments are those of `packing.pack`, for this number of rows."""
     if isinstance(groups, str):
-        rule = 'be a tensor, "prompts", "content", "pairs" or None'
-        checks.require(groups in ("prompts", "content", "pairs"), op, "groups", rule, repr(groups))
+        rule = 'be a tensor, "content", "pairs" or None'
+        checks.require(groups in ("content", "pairs"), op, "groups", rule, repr(groups))
         is_paired = groups != "pairs" or n_rows % 2 == 0
         checks.require(is_paired, op, "input_ids", 'have an even number of rows for groups="pairs"', n_rows)
     elif groups is not None:

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
         scored: the share of labels that are not -100.
         others: whether labels are no ids of the batch.
         side: on which side rows are padded.
-        groups: "none", "prompts", "content" or "tensor".
+        groups: "none", "content" or "tensor".
         reach: the positions that must exist, or None.
     """
 
@@ -53,7 +53,7 @@ BATCHES = st.builds(
     scored=st.sampled_from([0.0, 0.2, 0.8, 1.0]),
     others=st.booleans(),
     side=st.sampled_from(["left", "right", "both"]),
-    groups=st.sampled_from(["none", "prompts", "content", "tensor"]),
+    groups=st.sampled_from(["none", "content", "tensor"]),
     shifted=st.booleans(),
     store_all=st.booleans(),
     reach=st.sampled_from([None, None, 3, 30]),
@@ -96,14 +96,8 @@ def batch_of(case: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | str | None]:
     return ids, mask, labels, groups
 
 
-def groups_of_rows(case: Batch, ids: Tensor, mask: Tensor, labels: Tensor, groups: Tensor | str | None) -> Tensor:
+def groups_of_rows(case: Batch, groups: Tensor | str | None) -> Tensor:
     """Equal numbers for rows that may share tokens."""
-    if groups == "prompts":
-        targets, prompts = labels if case.shifted else labels[:, 1:], []
-        for row, real, scored in zip(ids, mask, targets != -100, strict=True):
-            end = int(scored.int().argmax()) + 1 if scored.any() else 1
-            prompts.append(tuple(row[int(real.int().argmax()) : end].tolist()))
-        return torch.tensor([prompts.index(prompt) for prompt in prompts])
     if groups == "content":
         return torch.zeros(case.rows)
     return torch.arange(case.rows) if groups is None else groups
@@ -113,7 +107,7 @@ def check_layout(case: Batch) -> None:
     ids, mask, labels, groups = batch_of(case)
     options = dict(groups=groups, shifted=case.shifted, store_all=case.store_all, count_padding=case.count_padding)
     layout = ops.pack(ids, mask, labels, **options)
-    rows = groups_of_rows(case, ids, mask, labels, groups)
+    rows = groups_of_rows(case, groups)
     assert_layout_is_right(layout, (ids, mask, labels), rows, case.shifted, case.store_all, case.count_padding)
     reaching = ops.pack(ids, mask, labels, reach=case.reach, **options)
     assert reaching.position_ids.max() + 1 >= max(case.reach or 0, int(layout.position_ids.max()) + 1)
@@ -184,9 +178,9 @@ def check_attention(case: Attention) -> None:
 
 NO_LABELS = Batch(0, 2, 5, 5, 1, 0.0, False, "right", "tensor", False, False, None)
 ONE_TOKEN = NO_LABELS._replace(length=1, scored=1.0, shifted=True)
-EQUAL_ROWS = NO_LABELS._replace(rows=4, vocabulary=1, scored=1.0, groups="prompts")
+EQUAL_ROWS = NO_LABELS._replace(rows=4, vocabulary=1, scored=1.0, groups="content")
 LONG_ROTARY = EQUAL_ROWS._replace(side="left", reach=30, store_all=True)
-LEARNED_POSITIONS = EQUAL_ROWS._replace(side="left", groups="content", count_padding=True)
+LEARNED_POSITIONS = EQUAL_ROWS._replace(side="left", count_padding=True)
 
 test_pack = fuzzed(BATCHES, 0.25, (NO_LABELS, ONE_TOKEN, EQUAL_ROWS, LONG_ROTARY, LEARNED_POSITIONS))(check_layout)
 test_packed_attention = fuzzed(ATTENTION, 0.1)(check_attention)

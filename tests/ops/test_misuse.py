@@ -78,7 +78,7 @@ WRONG = {  # a function: the message behind its name, as a pattern, and what is 
     pack: {
         NO_MASK: dict(attention_mask=IDS / 0 * 0),
         f"{NO_MASK}$": dict(attention_mask=IDS * -1e9),  # to be added to scores
-        """groups must be a tensor, "prompts", "content", "pairs" or None; got 'halves'""": dict(groups="halves"),
+        """groups must be a tensor, "content", "pairs" or None; got 'halves'""": dict(groups="halves"),
         'input_ids must have an even number of rows for groups="pairs"; got 1': dict.fromkeys(BATCH, IDS[:1])
         | dict(groups="pairs"),
     },
