@@ -51,7 +51,6 @@ DTYPES = {  # by argument, dtypes that it must not have, and the rule
     **dict.fromkeys(("chosen_lengths", "rejected_lengths"), COUNTS),
     **dict.fromkeys(("padded", "scored"), ((), "")),
     "rows": ((*IDS[0], torch.int64), "be int32$"),
-    "main_grad": ((*FLOATS[0], torch.bfloat16), r"be \[9, 2\] in torch.float32"),
 }
 VALUES = {  # by argument, a rule, and values that break it: those of a tensor, or of its last element
     "targets": ("be -100 or ids below 9", (-7, 9, 10**6, 2**31, 2**62)),
@@ -202,7 +201,7 @@ def update_tokens(tokens, mask: Tensor) -> None:
 
 FUNCTIONS = {
     "token_logps": Function(ops.token_logps, dict(LOGITS, outputs=("entropy",), inplace_backward=False)),
-    "linear_logps": Function(ops.linear_logps, dict(HEAD, outputs=("entropy",), main_grad=torch.zeros(9, 2))),
+    "linear_logps": Function(ops.linear_logps, dict(HEAD, outputs=("entropy",))),
     "sequence_logps": Function(ops.sequence_logps, dict(LOGITS, cu_seqlens=tensor([0, 1, 4])), ("token_logps",)),
     "linear_sequence_logps": Function(
         ops.linear_sequence_logps, dict(HEAD, cu_seqlens=tensor([0, 1, 4])), ("linear_logps",)

@@ -80,7 +80,7 @@ def test_a_head_does_not_synchronize(mode, statistics, launches):
     of_entropy = empty(N) if statistics and mode != "kept" else None
     needs = [True, mode != "frozen", False]
     upstream = empty(N), of_entropy
-    grads = linear_logps_bwd._init_fn(*upstream, kept, jacobian, results[1:4], needs, None, *inputs, *options)
+    grads = linear_logps_bwd._init_fn(*upstream, kept, jacobian, results[1:4], needs, *inputs, *options)
     assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
     multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
     assert len(launches["backward"]) == (0 if mode == "frozen" and of_entropy is None else multiplied_again)

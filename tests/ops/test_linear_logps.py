@@ -136,26 +136,6 @@ def test_the_targets_logit_is_not_rounded():
     assert rms_mine < rms_eager / 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["kept", "some kept", "recomputed", "weight alone"])
-def test_main_grad_receives_the_gradient_of_the_weight(name, dtype, mode):
-    inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
-    options = mode(name, dtype)
-    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-    wide = torch.promote_types(dtype, torch.float32)
-    before = torch.randn(131, 24, dtype=wide)
-    main_grad = before.clone()
-    again, others = results_and_gradients(linear_logps, inputs, upstream, main_grad=main_grad, **options)
-    assert torch.equal(again.logps, results.logps)
-    assert others.pop("weight") is None
-    assert all(torch.equal(others[leaf], gradients[leaf]) for leaf in others)
-    assert error(main_grad - before, gradients["weight"]) < 2 * torch.finfo(dtype).eps + 1e-6
-    with pytest.raises(ValueError, match=r"^linear_logps: main_grad must be None in transforms of torch\.func; got"):
-        torch.func.grad(lambda x: linear_logps(**inputs | {"hidden": x}, main_grad=main_grad).logps.sum())(
-            inputs["hidden"].detach()
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
@@ -295,22 +275,6 @@ def test_a_head_with_a_low_rank_adapter(dtype):
 
     for x, eager, exact in zip(run(dtype, augmented), run(dtype, merged), run(torch.float64, merged), strict=True):
         assert_as_accurate_as(x, eager, exact, dtype)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["kept", "recomputed", "weight alone"])
-def test_main_grad_compiles_fullgraph(name, backend, mode):
-    torch.compiler.reset()
-    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend=backend)
-    options = {**mode(name, torch.float32), "outputs": ("logps",)}
-    eager_gradients, of_compiled = torch.ones(131, 24), torch.ones(131, 24)
-    for n in (9, 23):
-        inputs = head_inputs(n, 131, 24)
-        _, expected = results_and_gradients(linear_logps, inputs, main_grad=eager_gradients, **options)
-        _, gradients = results_and_gradients(compiled, inputs, main_grad=of_compiled, **options)
-        assert gradients["weight"] is None
-        assert all(torch.equal(gradients[leaf], expected[leaf]) for leaf in options["needs"] if leaf != "weight")
-        assert error(of_compiled, eager_gradients) < 1e-6
 
 
 @pytest.mark.parametrize(

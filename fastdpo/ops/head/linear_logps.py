@@ -45,9 +45,9 @@ def _(statistics, keep, form_jacobian, *head):
 
 @torch.library.custom_op(
     "fastdpo::linear_logps_bwd",
-    mutates_args=("main_grad",),
+    mutates_args=(),
     schema="(Tensor? grad_logps, Tensor? grad_entropy, Tensor kept, Tensor jacobian, Tensor[] sums, bool[] needs, "
-    f"Tensor(a6!)? main_grad, {HEAD}) -> (Tensor, Tensor, Tensor)",
+    f"{HEAD}) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logps_bwd(
     grad_logps: Tensor | None,
@@ -56,31 +56,28 @@ def linear_logps_bwd(
     jacobian: Tensor,
     sums: Sequence[Tensor],
     needs: Sequence[bool],
-    main_grad: Tensor | None,
     *head: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward (see `backward_pass`)."""
     inputs = GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy)
-    return backward_pass(HeadCall(*head), inputs, kept, jacobian, needs, main_grad)
+    return backward_pass(HeadCall(*head), inputs, kept, jacobian, needs)
 
 
 @linear_logps_bwd.register_fake
-def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *head):
+def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, hidden, weight, bias, *head):
     return empty_gradients(hidden, weight, bias, needs)
 
 
 class _LinearLogps(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, targets, transform, compute_dtype, main_grad, statistics, keep, form_jacobian
-    ):
+    def forward(ctx, hidden, weight, bias, targets, transform, compute_dtype, statistics, keep, form_jacobian):
         ctx.set_materialize_grads(False)
         forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
         head = (hidden, weight, bias, targets, *transform, compute_dtype)
         kept, jacobian, logps, shift, others, total, *extra = forward(statistics, keep, form_jacobian, *head)
         ctx.kept, saved = (None, kept) if torch.compiler.is_compiling() else (kept, None)
         ctx.save_for_backward(hidden, weight, bias, targets, saved, jacobian, shift, others, total)
-        ctx.transform, ctx.compute_dtype, ctx.main_grad = transform, compute_dtype, main_grad
+        ctx.transform, ctx.compute_dtype = transform, compute_dtype
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -92,16 +89,14 @@ class _LinearLogps(torch.autograd.Function):
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *others)
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[:3]
         again = torch.is_grad_enabled() and not is_traced()
-        if (again or is_transformed()) and ctx.main_grad is None:
+        if again or is_transformed():
             statistics = "entropy" if ctx.has_entropy else ""
             define = functools.partial(_defined, targets, ctx.transform, ctx.compute_dtype, statistics)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
-            return *gradients_of_definition(define, inputs, ctx.needs_input_grad[:3], upstream), *others
-        main_grad = ctx.main_grad if needs_weight else None
-        needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
-        given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
+            return *gradients_of_definition(define, inputs, needs, upstream), *others
+        given = (grad_logps, grad_entropy, kept, jacobian, sums, needs)
         is_op = is_traced() or torch.is_grad_enabled()
         backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
         grads = backward(*given, hidden, weight, bias, targets, *ctx.transform, ctx.compute_dtype)
@@ -147,7 +142,6 @@ def linear_logps(
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
     memory_budget: int | None = None,
-    main_grad: Tensor | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under the softmax of a head's transformed logits.
 
@@ -206,9 +200,6 @@ def linear_logps(
         memory_budget: maximum number of bytes of gradient tiles kept for the backward of a
             trainable head. Default: 512 MiB; on a GPU, a 16th of its memory or twice the size of
             the weight's gradient in float32, whichever is more, and at least 512 MiB.
-        main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
-            for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
-            does not change, and hooks on the weight do not run.
 
     Returns:
         `TokenLogps` with fields [N].
@@ -220,7 +211,6 @@ def linear_logps(
     _check_head(hidden, weight, targets, bias, memory_budget)
     checks.require_transform(OP, softcap, logit_scale, temperature)
     statistics, compute_dtype = requested_statistics(OP, outputs), _compute_dtype(hidden)
-    _check_main_grad(main_grad, weight, compute_dtype)
     transform = Transform(softcap, logit_scale, temperature)
     if is_transformed():
         return _defined(targets, transform, compute_dtype, statistics, hidden, weight, bias)
@@ -233,7 +223,7 @@ def linear_logps(
     keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
 
     logps, *extra = _LinearLogps.apply(
-        hidden, weight, bias, targets, transform, compute_dtype, main_grad, statistics, keep, form_jacobian
+        hidden, weight, bias, targets, transform, compute_dtype, statistics, keep, form_jacobian
     )
     return named_results(logps, extra, statistics, targets.shape)
 
@@ -281,16 +271,3 @@ def _check_head(
     checks.require_targets(OP, targets, hidden.shape[:1])
     checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
     checks.require_bytes(OP, memory_budget=memory_budget)
-
-
-def _check_main_grad(main_grad: Tensor | None, weight: Tensor, compute_dtype: torch.dtype) -> None:
-    if main_grad is None:
-        return
-    checks.require(not is_transformed(), OP, "main_grad", "be None in transforms of torch.func", "a tensor")
-    checks.require_tensors(OP, main_grad=main_grad)
-    checks.require_no_dtensor(OP, main_grad=main_grad)
-    checks.require_same_device(OP, weight=weight, main_grad=main_grad)
-    wide = accumulation_dtype(compute_dtype)
-    fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
-    checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
-    checks.require_distinct_memory(OP, "main_grad", main_grad, "the backward adds to them")

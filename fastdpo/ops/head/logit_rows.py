@@ -261,15 +261,13 @@ class GradientSum:
         dtype: the dtype of the sum. A sum in another dtype than `out` is kept separately and
             rounded once.
         scale: a scalar tensor, or None for 1.
-        accumulate: add the gradient to `out`, as to Megatron-LM's `main_grad`, instead of
-            overwriting it.
     """
 
-    def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None, accumulate: bool = False) -> None:
-        self.out, self.scale, self.accumulate = out, scale, accumulate
+    def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None) -> None:
+        self.out, self.scale = out, scale
         self.separate = scale is not None or out.dtype != dtype
         self.total = torch.empty_like(out, dtype=dtype) if self.separate else out
-        self.overwrite = self.separate or not accumulate  # the first product replaces what `total` holds
+        self.overwrite = True  # the first product replaces what `total` holds
 
     def add(self, tile: Tensor, rows: Tensor) -> None:
         """Adds `tile.T @ rows` for a tile [n, V] and rows [n, ...]."""
@@ -284,9 +282,7 @@ class GradientSum:
         """Writes the gradient to `out`."""
         if self.scale is not None:
             self.total *= self.scale
-        if self.separate and self.accumulate:
-            self.out += self.total
-        elif self.separate:
+        if self.separate:
             self.out.copy_(self.total)
 
 

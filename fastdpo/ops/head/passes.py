@@ -359,12 +359,8 @@ def backward_pass(
     kept: Tensor,
     jacobian: Tensor,
     needs: Sequence[bool],
-    main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias, without elements where not needed.
-
-    The gradient of the weight is added to `main_grad` if it is given.
-    """
+    """Gradients of hidden, weight and bias, without elements where not needed."""
     grads = empty_gradients(call.hidden, call.weight, call.bias, needs)
     wide = accumulation_dtype(call.compute_dtype)
     with torch.autocast(call.hidden.device.type, enabled=False):
@@ -383,7 +379,7 @@ def backward_pass(
         elif len(jacobian) and grad_entropy is None:
             torch.mul(jacobian, scale[:, None], out=grads[0])
         else:
-            _visit_tiles(call, inputs, scale, kept, needs, grads, main_grad)
+            _visit_tiles(call, inputs, scale, kept, needs, grads)
     return grads
 
 
@@ -394,7 +390,6 @@ def _visit_tiles(
     kept: Tensor,
     needs: Sequence[bool],
     grads: tuple[Tensor, Tensor, Tensor],
-    main_grad: Tensor | None,
 ) -> None:
     """Writes the gradients from those of all tiles, kept or recomputed."""
     (needs_hidden, needs_weight, needs_bias), (grad_hidden, grad_weight, grad_bias) = needs, grads
@@ -405,13 +400,8 @@ def _visit_tiles(
         dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
     row_scale, common_scale = split_row_scale(scale, dtype)
     tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
-    weight_sum = bias_sum = None
-    if main_grad is not None:
-        weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
-    elif needs_weight:
-        weight_sum = GradientSum(grad_weight, wide, common_scale)
-    if needs_bias:
-        bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
+    weight_sum = GradientSum(grad_weight, wide, common_scale) if needs_weight else None
+    bias_sum = GradientSum(grad_bias[:, None], wide, common_scale) if needs_bias else None
     for rows, tile in head.gradients(kept, inputs, dtype):
         if needs_hidden:
             place = grad_hidden[rows]
