@@ -27,7 +27,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
 from benchmarks.tables import short_commit, wrap
 from benchmarks.worker import optional_packages
-from fastdpo.testing import error
+from fastdpo.accuracy import error
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "accuracy.json"

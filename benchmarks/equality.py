@@ -1,4 +1,4 @@
-"""Whether the numbers of a side are correct, by the rule of `fastdpo.testing`.
+"""Whether the numbers of a side are correct, by the rule of `fastdpo.accuracy.op_bound`.
 
 The error of a side against float64 must satisfy
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Arrays
-from fastdpo.testing import error, floor
+from fastdpo.accuracy import error, floor
 
 FLOAT32_FLOOR = floor(torch.float32)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastdpo import accuracy, testing
+from fastdpo import accuracy
+from tests.support.accuracy import assert_as_accurate_as
 
 INF, NAN = math.inf, math.nan
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_bounds(bound, expected):
 
 def test_a_bound_is_not_met_by_nan():
     with pytest.raises(AssertionError, match="error nan"):
-        testing.assert_as_accurate_as(torch.tensor([NAN]), torch.ones(1), torch.ones(1))
+        assert_as_accurate_as(torch.tensor([NAN]), torch.ones(1), torch.ones(1))
 
 
 def test_a_fixed_perturbation_draws_no_random_numbers_and_changes_each_entry_by_one_unit():

@@ -40,7 +40,6 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "distributed": set(),
     "logs": set(),
     "accuracy": set(),
-    "testing": {"accuracy"},
     "data": {"checks"},
     "ops.devices": set(),
     "ops.second_derivatives": set(),
@@ -56,7 +55,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "integrations": {"checks", "data", "distributed", "logs", "models", "ops", "packing", "prefix_tree"}
     | {"reasons", "ref_logps", "row_forms"},
     "commands": {"accuracy", "checks", "data", "integrations", "logs", "models", "ops", "packing"}
-    | {"reasons", "ref_logps", "testing"},
+    | {"reasons", "ref_logps"},
 }
 """A part that stands inside of another one has arrows of its own. An arrow to a part reaches those inside it."""
 
@@ -211,7 +210,7 @@ def test_the_extra_for_trl_takes_all_versions_that_its_line_supports(metadata):
 
 
 PUBLIC = ("fastdpo", "fastdpo.__main__", "fastdpo.metrics", "fastdpo.ops", "fastdpo.ops.definitions", "fastdpo.packing")
-PUBLIC += ("fastdpo.models.attention", "fastdpo.ref_logps", "fastdpo.testing", "fastdpo.commands.run")
+PUBLIC += ("fastdpo.models.attention", "fastdpo.ref_logps", "fastdpo.commands.run")
 
 IMPORT = """
 import importlib, sys

@@ -27,7 +27,6 @@ MODULES = {
     "fastdpo.ops": "building blocks of custom loops",
     "fastdpo.ref_logps": "reference log-probabilities",
     "fastdpo.metrics": "means over steps and ranks",
-    "fastdpo.testing": "comparing results up to rounding",
 }
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 

@@ -15,7 +15,7 @@ from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.float64 import float64_throughout
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo.testing import error
+from fastdpo.accuracy import error
 
 BETA = 0.1  # the default of DPOConfig
 

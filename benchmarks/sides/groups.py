@@ -18,8 +18,8 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep, Results
 from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
+from fastdpo.accuracy import error
 from fastdpo.models.calls import tokens
-from fastdpo.testing import error
 
 BETA = 0.05  # the default of RLOOConfig. That of GRPOConfig is 0, without a reference
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from fastdpo import ops
+from fastdpo.accuracy import error
 from fastdpo.ops import TokenLogps, definitions
 from fastdpo.ops.head.results import LOGGED_STATISTICS
-from fastdpo.testing import error
 
 PROJECTIONS = 16
 ROWS_PER_CHUNK = 256

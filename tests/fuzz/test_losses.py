@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from fastdpo import metrics, ops
+from fastdpo.accuracy import error
 from fastdpo.ops.losses.divergences import DIVERGENCES
 from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
-from fastdpo.testing import error
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 
 

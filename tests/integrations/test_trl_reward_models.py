@@ -14,7 +14,7 @@ from fastdpo.models import forward
 from fastdpo.models.calls import calls
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.models.state import ForwardOptions
-from fastdpo.testing import assert_as_accurate_as
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.comparison import assert_trained_alike, drawn, sizes_of
 from tests.support.models.multimodal import FUSED as MULTIMODAL
 from tests.support.models.multimodal import IMAGE

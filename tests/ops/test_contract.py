@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fastdpo import ops
+from fastdpo.accuracy import error
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import packed_attention
 from fastdpo.ops.head import linear_logps
 from fastdpo.ops.head.passes import TileFormat
-from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops import attention, heads
 from tests.support.ops.heads import LEAVES, MODES, OUTPUTS, Dropped, doubled
 from tests.support.ops.operators import Operators

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fastdpo.accuracy import error
 from fastdpo.models.batch import are_as_copied, copies_of, raise_if_written
 from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.head.passes import TileFormat
-from fastdpo.testing import error
 from tests.support.ops.heads import head_inputs
 
 V, D = 5003, 64

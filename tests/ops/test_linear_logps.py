@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fastdpo.accuracy import error
 from fastdpo.ops import definitions, linear_logps
 from fastdpo.ops.head.passes import TileFormat
-from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops.heads import (
     LEAVES,
     MODES,

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fastdpo.accuracy import error, floor
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import device_layout, pieces
-from fastdpo.testing import assert_as_accurate_as, error, floor
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops.attention import (
     FEATURES,
     GROUPS,

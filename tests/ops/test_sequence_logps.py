@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastdpo import ops
+from fastdpo.accuracy import error
 from fastdpo.ops import sequence_logps, token_logps
-from fastdpo.testing import error
 
 
 def test_long_sums_are_taken_in_float64():

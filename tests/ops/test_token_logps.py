@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fastdpo.accuracy import error
 from fastdpo.ops import definitions, token_logps
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops.heads import OUTPUTS, Dropped
 from tests.support.ops.operators import Operators
 from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row

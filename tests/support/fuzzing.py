@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastdpo.testing import floor
+from fastdpo.accuracy import floor
 
 VARIABLE = "FASTDPO_FUZZ"
 CASES = int(os.environ.get(VARIABLE, "4000"))
@@ -78,7 +78,7 @@ def summary() -> list[str]:
 def assert_close(name: str, x: Tensor, eager: Tensor, exact: Tensor, noise: float, least: float = 0.0) -> None:
     """Asserts that a result is about as accurate as that of plain PyTorch.
 
-    Unlike `fastdpo.testing.assert_as_accurate_as`, it allows for the rounding of few numbers, of
+    Unlike `accuracy.assert_as_accurate_as`, it allows for the rounding of few numbers, of
     which plain PyTorch may be exact by chance.
 
     Args:

@@ -10,6 +10,7 @@ from functools import partial, partialmethod
 import pytest
 import torch
 
+from fastdpo.accuracy import error
 from fastdpo.kernels import attention_blocks
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.ops import definitions, packed_attention
@@ -17,7 +18,7 @@ from fastdpo.ops.attention import flash, routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of, sizes_of
 from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import LEAST_TURNS, TritonBackend, layout_blocks
-from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops.attention import assert_accurate, output_and_gradients
 from tests.support.stand_ins import flash_libraries
 

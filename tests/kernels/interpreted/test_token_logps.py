@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fastdpo.accuracy import error
 from fastdpo.kernels.token_logps import NORMALIZED_SUM
 from fastdpo.ops import definitions, token_logps
-from fastdpo.testing import error
 from tests.support.ops.heads import OUTPUTS
 from tests.support.ops.tokens import OPTIONS, assert_accurate, logits_and_targets, results_and_gradient
 

@@ -5,7 +5,7 @@ from itertools import count
 import torch
 
 from fastdpo.ops import definitions, pack, packed_attention
-from fastdpo.testing import assert_as_accurate_as
+from tests.support.accuracy import assert_as_accurate_as
 
 HEADS = {  # H, H_kv, D, D_v
     "multi-head": (4, 4, 8, 8),

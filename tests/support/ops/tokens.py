@@ -3,7 +3,7 @@
 import torch
 
 from fastdpo.ops import definitions, token_logps
-from fastdpo.testing import assert_as_accurate_as
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops import heads
 from tests.support.ops.heads import OUTPUTS
 

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdpo.accuracy import error
 from fastdpo.ops import definitions, packed_attention
-from fastdpo.testing import error
 from tools.ptx import ops
 from tools.ptx.memory import Fault
 

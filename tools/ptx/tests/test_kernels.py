@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdpo.accuracy import error
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.kernels.logit_math import tanh
@@ -19,7 +20,7 @@ from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import verdicts
 from fastdpo.ops.head import trials as head_trials
 from fastdpo.ops.head.results import Transform
-from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.accuracy import assert_as_accurate_as
 from tests.support.ops.heads import OUTPUTS, REAL_OUTPUTS
 
 CPU = torch.device("cpu")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .accuracy import error as error
-from .accuracy import floor as floor
-from .accuracy import op_bound
+from fastdpo.accuracy import error, floor, op_bound
 
 
 def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> None:
