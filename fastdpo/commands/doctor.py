@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,17 +128,13 @@ def package_findings() -> Iterator[Finding]:
 
 
 def _as_a_script_sees_it() -> Finding:
-    """This package, and whether a script in the working directory imports it. What it imports instead is not run."""
-    here = Path(__file__).parents[1]
-    looking = "from importlib.util import find_spec; found = find_spec('fastdpo')"
-    printing = "print(found and (found.origin or [*found.submodule_search_locations][0]))"
-    command = [sys.executable, "-c", f"{looking}; {printing}"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if Path(found).resolve() == (here / "__init__.py").resolve():
+    """This package, and whether a script in the working directory imports it."""
+    here, directory = Path(__file__).parents[1], Path.cwd()
+    spec = PathFinder.find_spec("fastdpo", [str(directory), *sys.path])
+    other = None if spec is None else spec.origin  # None for a folder, which hides no package
+    if other is None or Path(other).resolve() == (here / "__init__.py").resolve():
         return Finding(OK, "fastdpo", f"{__version__}, {here}")
-    cure = "rename it" if Path(found).is_file() else "install fastdpo again, with pip"
-    imports = f"a script in {Path.cwd()} imports {found}: {cure}"
-    return Finding(FAILED, "fastdpo", f"{__version__}, {here}, but {imports}")
+    return Finding(FAILED, "fastdpo", f"{__version__}, {here}, but a script in {directory} imports {other}: rename it")
 
 
 def _optional(package: str, version: str) -> Finding:
