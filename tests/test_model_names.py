@@ -1,9 +1,8 @@
 """`check` and `doctor` take the same models, and refuse others at once and alike."""
 
 import sys
-from types import SimpleNamespace
 
-import huggingface_hub.utils
+import huggingface_hub.file_download
 import pytest
 from huggingface_hub import constants
 
@@ -18,28 +17,28 @@ COMMANDS = {
 
 
 class Hub:
-    """Answers with a status, or not at all.
+    """Has a file, has none, or cannot be reached.
 
     Attributes:
-        asked: the addresses that it was asked for.
+        found: what `file_exists` returns or raises.
+        asked: the names and files that it was asked for.
     """
 
-    def __init__(self, status: int | None):
-        self.status, self.asked = status, []
+    def __init__(self):
+        self.found, self.asked = False, []
 
-    def head(self, url: str, **options):
-        self.asked.append(url)
-        if self.status is None:
-            raise RuntimeError("no route to host")
-        return SimpleNamespace(status_code=self.status)
+    def file_exists(self, *asked: str) -> bool:
+        self.asked.append(asked)
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The Hub, whose cache is empty."""
-    hub = Hub(404)
-    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: hub)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "file_exists", hub.file_exists)
     monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return hub
@@ -48,7 +47,7 @@ def hub(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("model", "reason", "times"),
     [
-        ("no/model", "which is no directory, and the Hub answers with the status 404", 1),
+        ("no/model", "which is no directory, and the Hub has no config.json of that name", 1),
         ("path/to/model", "which is neither", 0),
         ("EMPTY", "which has none", 0),
     ],
@@ -63,15 +62,12 @@ def test_a_model_that_does_not_exist(command, model, reason, times, hub, tmp_pat
     assert len(hub.asked) == times
 
 
-def test_names_of_the_hub(hub, tmp_path, monkeypatch):
-    hub.status = 307
+def test_names_of_the_hub(hub, tmp_path):
+    hub.found = True
     require_model("check", "someone/a-model")
-    assert hub.asked == ["https://huggingface.co/someone/a-model/resolve/main/config.json"]
-    hub.status = None
-    with pytest.raises(ValueError, match=r"check: model must .*, and the Hub cannot be reached: no route to host$"):
-        require_model("check", "someone/a-model")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"no directory and not in the cache of the Hub \(HF_HUB_OFFLINE is set\)$"):
+    assert hub.asked == [("someone/a-model", "config.json")]
+    hub.found = RuntimeError("no route to host")
+    with pytest.raises(ValueError, match=r"check: model must .*, and the Hub cannot be asked: no route to host$"):
         require_model("check", "someone/a-model")
     saved = tmp_path / "hub" / "models--someone--a-model"
     (saved / "refs").mkdir(parents=True)
@@ -80,3 +76,9 @@ def test_names_of_the_hub(hub, tmp_path, monkeypatch):
     (saved / "snapshots" / "0123" / "config.json").write_text("{}")
     require_model("check", "someone/a-model")
     assert len(hub.asked) == 2
+
+
+def test_an_offline_hub(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"check: model must .*, and the Hub cannot be asked: .*HF_HUB_OFFLINE"):
+        require_model("check", "someone/a-model-that-is-not-in-the-cache")

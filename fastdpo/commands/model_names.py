@@ -9,8 +9,6 @@ from ..checks import shown
 CONFIG = "config.json"
 CLASSIFIER = "ForSequenceClassification"
 """How the names of the classes of reward models end."""
-SECONDS = 10
-"""How long the Hub may take to answer. It is asked once, where transformers retries for 25 s."""
 
 
 def require_model(op: str, model: str) -> None:
@@ -57,19 +55,14 @@ def is_reward_model(op: str, model: str) -> bool:
 
 def _described_as_missing(name: str) -> str | None:
     """Why the Hub and its cache do not have a model, or None if they do."""
-    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError, build_hf_headers, get_session
+    from huggingface_hub import file_exists, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
 
     try:
-        url = hf_hub_url(name, CONFIG)
-        if isinstance(try_to_load_from_cache(name, CONFIG), str):
+        if isinstance(try_to_load_from_cache(name, CONFIG), str) or file_exists(name, CONFIG):
             return None
     except HFValidationError:
         return "which is neither"
-    if constants.HF_HUB_OFFLINE:
-        return "which is no directory and not in the cache of the Hub (HF_HUB_OFFLINE is set)"
-    try:
-        status = get_session().head(url, headers=build_hf_headers(), timeout=SECONDS).status_code
     except Exception as error:  # of the HTTP client, which depends on the version of huggingface_hub
-        return f"which is no directory, and the Hub cannot be reached: {error}"
-    return None if status < 400 else f"which is no directory, and the Hub answers with the status {status}"
+        return f"which is no directory, and the Hub cannot be asked: {error}"
+    return f"which is no directory, and the Hub has no {CONFIG} of that name"
