@@ -169,7 +169,6 @@ LOSS = dict(chosen_logps=PAIRS, rejected_logps=PAIRS, **REFERENCE, objective=IPO
 LOSS |= dict.fromkeys(("chosen_lengths", "rejected_lengths"), tensor([1, 2]))
 ATTENTION = dict(query=torch.ones(5, 2, 4), key=torch.ones(5, 1, 4), value=torch.ones(5, 1, 4), sinks=torch.zeros(2))
 ATTENTION |= dict(rows=tensor([[0, 0, 0, 3], [0, 3, 3, 2]], dtype=torch.int32), scale=1.0, window=2, softcap=3.0)
-OF_TOKENS = dict(logps=X.view(4, 2), mask=torch.ones(4, 2))
 MODEL = LlamaForCausalLM(
     LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
 )
@@ -244,8 +243,6 @@ FUNCTIONS = {
             f_divergence_type=("be one of reverse_kl", ("x", None, 3, ["forward_kl"], 10**5000)),
         ),
     ),
-    "length_desensitized_logps": Function(ops.length_desensitized_logps, dict(OF_TOKENS, ld_alpha=0.5)),
-    "wpo_weights": Function(ops.wpo_weights, dict(OF_TOKENS, log_sum_sq_probs=X.view(4, 2))),
     "Means": Function(
         metrics.Means,
         dict(names=("loss",), device="cpu"),

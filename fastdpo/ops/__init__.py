@@ -16,7 +16,6 @@ from .losses.linear_preference_loss import linear_preference_loss
 from .losses.objectives import PreferenceObjective
 from .losses.preference_loss import PreferenceLoss, preference_loss
 from .losses.sequence_logps import linear_sequence_logps, sequence_logps
-from .losses.weightings import length_desensitized_logps, wpo_weights
 
 __all__ = [
     "IGNORE_INDEX",
@@ -28,7 +27,6 @@ __all__ = [
     "SequenceLogps",
     "TokenLogps",
     "definitions",
-    "length_desensitized_logps",
     "linear_logps",
     "linear_preference_loss",
     "linear_sequence_logps",
@@ -38,5 +36,4 @@ __all__ = [
     "preference_loss",
     "sequence_logps",
     "token_logps",
-    "wpo_weights",
 ]

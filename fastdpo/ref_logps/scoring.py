@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..models import forward
 from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
-from ..ops import length_desensitized_logps, token_logps
+from ..ops import token_logps
 from ..packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -39,12 +39,11 @@ def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[
         batch = {name: x.to(device) for name, x in pairs.collate(rows).items()}
         output = model(**batch, **arguments, use_cache=False, fused_lm_head=True)
         logps = output if isinstance(output, Tensor) else _from_logits(output.logits, batch["labels"])  # [2B, L-1]
-        if ld_alpha is None:
-            sums = logps.sum(1)
-        else:
-            scored = batch["labels"][:, 1:] != IGNORE_INDEX
-            sums = length_desensitized_logps(logps, scored.to(logps.device), ld_alpha)
-        chosen, rejected = sums.chunk(2)
+        if ld_alpha is not None:  # LD-DPO, arXiv 2409.06411
+            scored = (batch["labels"][:, 1:] != IGNORE_INDEX).to(logps.device)
+            shorter = torch.minimum(*scored.sum(1).chunk(2)).repeat(2)  # [2B] lengths of the shorter completions
+            logps = torch.where(scored.cumsum(1) <= shorter[:, None], logps, ld_alpha * logps)
+        chosen, rejected = logps.sum(1).chunk(2)
         return chosen, rejected
 
     try:

@@ -28,7 +28,6 @@ RIGHT = {  # a function: arguments of a call that is right
     ops.packed_attention: dict(query=zeros(4, 4, 8), key=zeros(4, 2, 8), value=zeros(4, 2, 8), rows=ROWS),
     ops.preference_loss: dict.fromkeys(LOGPS, FOUR),
     PreferenceObjective: {},
-    ops.length_desensitized_logps: dict(mask=ones(3, 3), ld_alpha=0.5),
     pack: dict.fromkeys(BATCH, IDS),
     pack_pairs: {},
 }
@@ -74,7 +73,6 @@ WRONG = {  # a function: the message behind its name, as a pattern, and what is 
             loss_type=("sigmoid", "bco_pair", "aot"), f_divergence_type="forward_kl"
         ),
     },
-    ops.length_desensitized_logps: {r"logps must be \[2P, L\]; got \[3, 3\]": dict(logps=zeros(3, 3))},
     pack: {
         NO_MASK: dict(attention_mask=IDS / 0 * 0),
         f"{NO_MASK}$": dict(attention_mask=IDS * -1e9),  # to be added to scores

@@ -1,6 +1,5 @@
-"""preference_loss: equal to TRL's losses, but finite where TRL overflows; LD-DPO and WPO.
-
-`tests/fuzz/test_losses.py` has the formulas of LD-DPO and WPO, and rewards.
+"""preference_loss: equal to TRL's losses, but finite where TRL overflows, also with the sums of LD-DPO and the weights
+of WPO. `tests/fuzz/test_losses.py` has rewards.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
+from fastdpo.ops import PreferenceObjective, preference_loss
 from fastdpo.ops.losses.divergences import DIVERGENCES
 from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SORTED
 
@@ -64,13 +63,25 @@ def random_batch(p=5, length=9):
     return SimpleNamespace(mask=mask, scored=scored, policy=policy, ref=reference, log_sum_sq_probs=log_sum_sq_probs)
 
 
+def length_desensitized(logps, mask, ld_alpha):
+    """The sums of LD-DPO (arXiv 2409.06411)."""
+    shorter = mask.sum(1).view(2, -1).amin(0).repeat(2)
+    return torch.where(mask.cumsum(1) <= shorter[:, None], logps, ld_alpha * logps).sum(1)
+
+
+def wpo_weights(logps, log_sum_sq_probs, mask):
+    """The weights of WPO (arXiv 2406.11827, eq. 2)."""
+    means = ((logps.detach() - log_sum_sq_probs) * mask).sum(1) / mask.sum(1)
+    return means.view(2, -1).sum(0).exp()
+
+
 def of_fastdpo(batch, objective, ld_alpha=None, wpo=False):
     """The result of preference_loss, and the gradient of the policy's token log-probabilities."""
     tokens = batch.policy.clone().requires_grad_()
     policy = tokens * batch.scored
 
     def sums(logps):
-        return logps.sum(1) if ld_alpha is None else length_desensitized_logps(logps, batch.scored, ld_alpha)
+        return logps.sum(1) if ld_alpha is None else length_desensitized(logps, batch.scored, ld_alpha)
 
     lengths = batch.scored.sum(1).chunk(2)
     result = preference_loss(
@@ -243,14 +254,11 @@ def test_saturated_gradients_of_apo_are_those_of_the_formulas(dtype):
         torch.testing.assert_close([x.item() for x in gradients], list(expected), rtol=1e-5, atol=0.0)
 
 
-def test_no_gradient_reaches_the_reference_or_the_weights():
+def test_no_gradient_reaches_the_reference():
     leaves = [torch.randn(4, requires_grad=True) for _ in range(4)]
-    tokens, mask = torch.randn(8, 6, requires_grad=True), torch.ones(8, 6)
-    weights = wpo_weights(tokens, torch.randn(8, 6), mask)
-    result = preference_loss(*leaves, weights=weights)
+    result = preference_loss(*leaves)
     result.loss.backward()
     assert [leaf.grad is None for leaf in leaves] == [False, False, True, True]
-    assert not weights.requires_grad
     assert not result.chosen_rewards.requires_grad
 
 
@@ -281,7 +289,7 @@ def test_fullgraph_compiles_for_any_number_of_pairs(divergence, backend):
 
     def loss(policy, ref, log_sum_sq_probs, mask):
         weights = None if divergence == "reverse_kl" else wpo_weights(policy, log_sum_sq_probs, mask)
-        sums = [length_desensitized_logps(x, mask, 0.5).chunk(2) for x in (policy, ref)]
+        sums = [length_desensitized(x, mask, 0.5).chunk(2) for x in (policy, ref)]
         lengths = mask.sum(1).chunk(2)
         options = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
         return preference_loss(*sums[0], *sums[1], objective, **options)
@@ -304,22 +312,3 @@ def test_does_not_synchronize(divergence):
         logps = torch.empty(2, 4)
         result, _ = of_logratios(*logps, COMPILED[divergence])
         assert result.loss.device.type == "meta"
-        tokens, mask = torch.empty(8, 6), torch.empty(8, 6, dtype=torch.bool)
-        assert length_desensitized_logps(tokens, mask, 0.5).shape == (8,)
-        assert wpo_weights(tokens, tokens, mask).shape == (4,)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_masked_tokens_have_no_effect(dtype):
-    batch = random_batch()
-    inputs = [x.to(dtype) for x in (batch.policy, batch.log_sum_sq_probs)]
-    poisoned = [x.masked_fill(batch.scored == 0, math.nan).requires_grad_() for x in inputs]
-    sums = length_desensitized_logps(poisoned[0], batch.scored, 0.3)
-    sums.sum().backward()
-    assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.equal(sums, length_desensitized_logps(inputs[0], batch.scored, 0.3))
-    assert not poisoned[0].grad[batch.scored == 0].any()
-    assert poisoned[0].grad.isfinite().all()
-    weights = wpo_weights(*poisoned, batch.scored)
-    assert weights.dtype == sums.dtype
-    assert torch.equal(weights, wpo_weights(*inputs, batch.scored))

@@ -69,8 +69,7 @@ def preference_loss(
 
     Args:
         chosen_logps: [P] summed log-probabilities of the chosen completions, in nats; float16,
-            bfloat16, float32 or float64. For example from `sequence_logps` or
-            `length_desensitized_logps`.
+            bfloat16, float32 or float64. For example from `sequence_logps`.
         rejected_logps: [P] the same for the rejected completions.
         ref_chosen_logps, ref_rejected_logps: [P] the same under the reference model. They receive
             no gradient. May be None for simpo, simpo_sum and sft, which have no reference.
@@ -78,9 +77,9 @@ def preference_loss(
         chosen_lengths, rejected_lengths: [P] numbers of completion tokens. Required by ipo, simpo and
             sigmoid_norm; sft requires `chosen_lengths`.
         sft_logps: [P] log-probabilities for sft in place of `chosen_logps`. Pass the plain sums
-            here if `chosen_logps` come from `length_desensitized_logps`.
-        weights: [P] factors of the pairs' losses, for example from `wpo_weights`. Must be None for
-            aot and aot_unpaired, which sort.
+            here if `chosen_logps` are weighted sums, as in LD-DPO (arXiv 2409.06411).
+        weights: [P] factors of the pairs' losses, for example those of WPO (arXiv 2406.11827), detached.
+            Must be None for aot and aot_unpaired, which sort.
 
     Returns:
         `PreferenceLoss`.
