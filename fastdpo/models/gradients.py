@@ -1,11 +1,11 @@
-"""Gradients of a model in a form that is small enough to keep: one sketch per group of parameters.
+"""Gradients of a model in a form that is small enough to keep: one sketch per parameter, or per group of parameters.
 
-The sketch of a gradient g is a vector of SIZE sums of `s_i g_i` with random signs s, in which element
-i is part of sum `(i + k) mod SIZE`. The signs and k depend on the parameter's name alone. A sketch is
-linear, so the sketch of a difference is the difference of the sketches, and the expected value of
-its squared norm is that of g (AMS sketch: Alon, Matias and Szegedy 1996; in buckets: Charikar, Chen
-and Farach-Colton 2002). The relative standard deviation of a norm is about `1 / sqrt(2 SIZE)`, 1.1 %,
-where a gradient is spread evenly over many elements.
+The sketch of a gradient [..., D] is the sum of its rows with random signs, [D]. That of a group has SIZE sums of the
+elements of its parameters' sketches with random signs, in which element i of a parameter is part of sum `(i + k) mod
+SIZE`. The signs and k depend on the parameter's name alone. A sketch is linear, so the sketch of a difference is the
+difference of the sketches, and the expected value of its squared norm is that of the gradient (AMS sketch: Alon, Matias
+and Szegedy 1996; in buckets: Charikar, Chen and Farach-Colton 2002). The relative standard deviation of a norm is about
+`1 / sqrt(2 r)` for a gradient of rank r with equal singular values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..ops.devices import accumulation_dtype
 from .reward_head import CLASSIFIER_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SIZE = 4096
-_PIECE = 512 * SIZE
-"""Number of elements that are sketched at once."""
+PIECE = 1 << 24
+"""Number of elements of a gradient that are sketched at once."""
 
 GROUPS = ("embeddings", "attention", "MLP", "norms", "head", "adapters", "others")
 
@@ -63,8 +64,40 @@ def sketches(gradients: Iterable[tuple[str, Tensor]], groups: dict[str, str]) ->
     totals: dict[str, Tensor] = {}
     for name, gradient in gradients:
         total = totals.setdefault(groups[name], torch.zeros(SIZE, dtype=torch.float64, device="cpu"))
-        total += _sketch(name, gradient.detach()).cpu()
+        columns = sketch(name, gradient.detach())
+        signed = columns * _signs(len(columns), f"columns of {name}")
+        buckets = nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
+        total += buckets.roll(_seed(name) % SIZE)  # so that small parameters do not share sums
     return {group: totals[group] for group in GROUPS if group in totals}
+
+
+def sketch(name: str, gradient: Tensor) -> Tensor:
+    """The sum of a gradient's rows with random signs, which has its expected norm. A vector is its own sketch.
+
+    Args:
+        name: of the parameter.
+        gradient: [..., D] of any dtype and device.
+
+    Returns:
+        [D] float32 (float64 for a float64 gradient) on the CPU.
+    """
+    dtype = accumulation_dtype(gradient.dtype)
+    if gradient.dim() < 2:
+        return gradient.to(dtype).flatten().cpu()
+    rows = gradient.flatten(0, -2)
+    signs = _signs(len(rows), name).to(rows.device, dtype)
+    size = max(1, PIECE // max(1, rows.shape[1]))
+    return torch.stack([s @ x.to(dtype) for s, x in zip(signs.split(size), rows.split(size), strict=True)]).sum(0).cpu()
+
+
+def _signs(n: int, name: str) -> Tensor:
+    """[n] 1.0 and -1.0, the same for each call with a name."""
+    generator = torch.Generator("cpu").manual_seed(_seed(name))
+    return torch.randint(2, (n,), generator=generator, device="cpu").float() * 2 - 1
+
+
+def _seed(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def _group(name: str, module: nn.Module, is_head: bool) -> str:
@@ -79,14 +112,3 @@ def _group(name: str, module: nn.Module, is_head: bool) -> str:
     if _ATTENTION.search(name):
         return "attention"
     return "MLP" if _MLP.search(name) else "others"
-
-
-def _sketch(name: str, gradient: Tensor) -> Tensor:
-    seed = zlib.crc32(name.encode())
-    generator = torch.Generator(gradient.device).manual_seed(seed)
-    sums = torch.zeros(SIZE, dtype=torch.float64, device=gradient.device)
-    for piece in gradient.flatten().split(_PIECE):
-        signs = torch.randint(2, piece.shape, generator=generator, dtype=torch.int8, device=piece.device)
-        signed = torch.where(signs.bool(), piece, -piece).double()
-        sums += nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
-    return sums.roll(seed % SIZE)  # so that small parameters do not share sums

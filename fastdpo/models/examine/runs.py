@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from ...accuracy import floor, gradient_bound
 from ...reasons import Reason
+from ..gradients import sketch
 from ..parts import backbone
 from ..sharding import local_shard, parameters_of_run
 from .comparable import is_quantized
@@ -31,9 +31,6 @@ ALL = "all parameters"
 
 BUCKETS = 256
 """Number of groups of token ids for which gradients of the embeddings' output are added up."""
-
-PIECE = 1 << 24
-"""Number of elements of a gradient that are sketched at once."""
 
 
 class Run(NamedTuple):
@@ -116,7 +113,7 @@ def _sketches(
     found: dict[str, Tensor] = {}
 
     def reduce(name: str, gradient: Tensor) -> Tensor:
-        found[name] = _sketch(name, local_shard(gradient.detach())).to(gradient.dtype)
+        found[name] = sketch(name, local_shard(gradient.detach())).to(gradient.dtype)
         return gradient.new_zeros(()).expand_as(gradient)
 
     handles = [x.register_hook(functools.partial(reduce, name)) for name, x in parameters.items()]
@@ -130,17 +127,6 @@ def _sketches(
         sums.index_add_(0, ids.flatten() % BUCKETS, last.flatten(0, -2).float())
         found[EMBEDDED] = sums.flatten().to(last.dtype).cpu()
     return found
-
-
-def _sketch(name: str, gradient: Tensor) -> Tensor:
-    """The sum of a gradient's rows with random signs, which has its expected norm. A vector is its own sketch."""
-    if gradient.dim() < 2:
-        return gradient.float().flatten().cpu()
-    rows = gradient.flatten(0, -2)
-    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows.device).float() * 2 - 1
-    size = max(1, PIECE // rows.shape[1])
-    return torch.stack([s @ x.float() for s, x in zip(signs.split(size), rows.split(size), strict=True)]).sum(0).cpu()
 
 
 def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, least: float) -> Reason | None:
