@@ -290,6 +290,12 @@ def test_imports_have_no_cycle(imports):
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_imports_of_tools_have_no_cycle():
+    files = [*(ROOT / "tools").rglob("*.py")]
+    modules = {".".join(x.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): x for x in files}
+    TopologicalSorter({name: _imports(name, file, modules) for name, file in modules.items()}).prepare()
+
+
 def imports_of_parts(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     """By part of `ARROWS`, the other parts that its modules import."""
     parts: dict[str, set[str]] = {part: set() for part in ARROWS}

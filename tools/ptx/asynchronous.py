@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .formats import U32
 from .instructions import Execute, instruction, type_error
 from .program import Instruction
-
-if TYPE_CHECKING:
-    pass
 
 
 class PendingGroups:

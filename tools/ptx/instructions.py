@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .program import Instruction
 
-if TYPE_CHECKING:
-    from .machine import Threads
-
 WARP = 32  # threads
 Mask = np.ndarray | None  # which threads [lanes] execute an instruction, None for all
-Execute = Callable[["Threads", Mask], None]
+Execute = Callable[[Any, Mask], None]  # of `machine.Threads`, which imports this file
 Compile = Callable[[Instruction], Execute]
 
 _TABLE: dict[tuple[str, ...], tuple[str, Compile]] = {}

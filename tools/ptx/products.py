@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,33 +12,30 @@ from .instructions import WARP, Execute, instruction, type_error
 from .memory import SEVERAL_WARPS
 from .program import Instruction, Vector
 
-if TYPE_CHECKING:
-    from .machine import Threads
-
 GROUP = 4 * WARP
 
 
-def _fragments(threads: Threads, registers, kind: str) -> np.ndarray:
+def _fragments(threads, registers, kind: str) -> np.ndarray:
     """Matrices of each warp [warps, 8, 8 * n], transposed from n registers of two 16-bit numbers."""
     words = np.stack([threads.read_all(x, U32) for x in registers], 1)
     values = unpacked(words, kind + "x2").reshape(-1, 8, 4, len(registers), 2)  # warp, row, pair, register, number
     return values.transpose(0, 1, 3, 2, 4).reshape(-1, 8, 8 * len(registers))
 
 
-def _left(threads: Threads, registers, kind: str) -> np.ndarray:
+def _left(threads, registers, kind: str) -> np.ndarray:
     """The left operand of each warp [warps, 16, 16]: its upper and lower rows alternate between registers."""
     upper, lower = (_fragments(threads, registers[i::2], kind) for i in range(2))
     return np.concatenate([upper, lower], 1)
 
 
-def _accumulators(threads: Threads, registers) -> np.ndarray:
+def _accumulators(threads, registers) -> np.ndarray:
     """float32 [warps, 16, columns]: of each 8 columns, a thread holds two in row i and two in row i + 8."""
     values = np.stack([threads.read_all(x, F32) for x in registers], 1)
     values = values.reshape(-1, 8, 4, len(registers) // 4, 2, 2)  # warp, row, pair, columns, half, number
     return values.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 2 * len(registers))
 
 
-def _write_accumulators(threads: Threads, registers, values: np.ndarray, mask) -> None:
+def _write_accumulators(threads, registers, values: np.ndarray, mask) -> None:
     values = canonical(values).reshape(-1, 2, 8, len(registers) // 4, 4, 2).transpose(0, 2, 4, 3, 1, 5)
     columns = np.ascontiguousarray(values.reshape(threads.lanes, len(registers)).T)
     for x, column in zip(registers, columns, strict=True):
@@ -113,7 +109,7 @@ def _wait_for_products(ins: Instruction) -> Execute:
     return lambda threads, mask: threads.products.wait(threads.active(mask), newest.bits)
 
 
-def _shared_matrices(threads: Threads, descriptors, groups, extent: int, transposed: bool, kind: str) -> np.ndarray:
+def _shared_matrices(threads, descriptors, groups, extent: int, transposed: bool, kind: str) -> np.ndarray:
     """Matrices in shared memory [groups, extent, 16], one per group of warps. Only some groups are read."""
     result = np.zeros((len(groups), extent, 16), F32)
     for descriptor in np.unique(descriptors[groups]):
