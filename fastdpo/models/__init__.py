@@ -14,7 +14,8 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     attention.py     packed attention as an attention implementation of transformers
     head.py          an LM head that returns log-probabilities
     running.py       how the backbone runs: by its layers, compiled.py (compiled layers), or graphs.py (CUDA
-                     graphs of either, with captures.py and recordable.py), as pace.py finds that it pays
+                     graphs of either, with recording.py, captures.py, recordable.py and cuts.py), as pace.py
+                     finds that it pays
     scoring.py       runs the backbone and the head
     calls.py         counts calls and tokens
     pickling.py      pickles of a model without its fused forward

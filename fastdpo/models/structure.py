@@ -56,7 +56,7 @@ _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
 
 
-class _Part(NamedTuple):
+class _ModuleIdentity(NamedTuple):
     """What an identity knows of one module.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
         )
 
     @classmethod
-    def of(cls, module: nn.Module, registries: tuple[str, ...]) -> _Part:
+    def of(cls, module: nn.Module, registries: tuple[str, ...]) -> _ModuleIdentity:
         containers = [*containers_in(x for name, x in vars(module).items() if is_own(name))]
         buffers = [] if is_rotary(module) else [*filter(_has_version, module._buffers.values())]
         kinds = _kinds_of_tensors(module) if _TENSORS[0] in registries else ()
@@ -124,11 +124,11 @@ class Identity:
     verdict: Any = None
     switch: Any = None
 
-    def __init__(self, model: PreTrainedModel, cache: dict[int, _Part]):
+    def __init__(self, model: PreTrainedModel, cache: dict[int, _ModuleIdentity]):
         sharded = is_sharded(model)
         self.modules = _modules_of(model)
         self._copied = ("_modules",) if sharded else ("_modules", *_TENSORS)
-        parts = [self._part(module, cache) for module in self.modules]
+        of_modules = [self._identity_of(module, cache) for module in self.modules]
         others = self.modules[1:]
         self.called = [module for module in others if not _is_holder(module)]
         self._holders = [module for module in others if _is_holder(module)]
@@ -138,9 +138,9 @@ class Identity:
         self._hooked = [module for module in self.called if has_additions(module)]
         self._head = head.head_of(model)
         self._of_kinds: dict[type | str, list[nn.Module]] = {}
-        containers = {id(x): (x, y) for part in parts for x, y in zip(part.containers, part.copies, strict=True)}
+        containers = {id(x): (x, y) for m in of_modules for x, y in zip(m.containers, m.copies, strict=True)}
         self._containers, self._contents = map(list, zip(*containers.values(), strict=True))
-        self._buffers = [x for part in parts for x in part.buffers]
+        self._buffers = [x for m in of_modules for x in m.buffers]
         parameters = [*model.parameters()]
         trained = tuple(map(_is_trained, parameters)) if model.training else ()
         self.trained = (1 if sharded else hash(trained)) if any(trained) else 0
@@ -150,7 +150,7 @@ class Identity:
         }
         implementation = attention.implementation(model)
         self.kinds = hash(tuple(map(type, self.modules)))
-        self.code = hash((implementation, *(x.hash for x in parts), *map(configuration_entries, configs.values())))
+        self.code = hash((implementation, *(x.hash for x in of_modules), *map(configuration_entries, configs.values())))
         hooks, hooked = hook_identities(hooks_of_every_module()), set(self._hooked)
         additions = ((id(x), *(additions_to(x) if x in hooked else ())) for x in others)
         self.hash = hash((self.code, id(model), *hooks, *additions))
@@ -196,11 +196,11 @@ class Identity:
             model.training and any(map(_is_trained, self._frozen)),
         )
 
-    def _part(self, module: nn.Module, cache: dict[int, _Part]) -> _Part:
-        part = cache.get(id(module))
-        if part is None or not part.describes(module):
-            part = cache[id(module)] = _Part.of(module, self._copied)
-        return part
+    def _identity_of(self, module: nn.Module, cache: dict[int, _ModuleIdentity]) -> _ModuleIdentity:
+        known = cache.get(id(module))
+        if known is None or not known.describes(module):
+            known = cache[id(module)] = _ModuleIdentity.of(module, self._copied)
+        return known
 
 
 class Structure:
@@ -211,7 +211,7 @@ class Structure:
     """
 
     def __init__(self) -> None:
-        self._cache: dict[int, _Part] = {}  # by id of a module
+        self._cache: dict[int, _ModuleIdentity] = {}  # by id of a module
         self.identities: list[Identity] = []
 
     def identity(self, model: PreTrainedModel) -> Identity:
