@@ -39,8 +39,6 @@ WORK = {
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
     "kto": "KTO training step",
-    "tpo": "TPO training step",
-    "a2po": "A2PO step, without generation",
     "vision": "DPO training step with images",
     "grpo": "Step without generation",
     "reward": "Reward model training step",

@@ -21,7 +21,7 @@ from benchmarks.suites.step import (
 )
 
 ARCHITECTURES = ("Qwen3.5", "Falcon-H1", "LFM2")  # gated delta rule; Mamba 2 with attention; gated convolutions
-ROWS = 8  # of KTO and A2PO, each with a prompt of its own, as in a shuffled dataset
+ROWS = 8  # of KTO, each with a prompt of its own, as in a shuffled dataset
 EXACT = "benchmarks.sides.exact:ExactStep"
 ALL: dict[str, dict[str, Any]] = {"all": {}}
 
@@ -72,14 +72,14 @@ SUITES = (
     suite(
         "evaluation",
         "DPO evaluation step in TRL, 6 pairs: policy forward, reference forward, metrics",
-        "benchmarks.sides.evaluation:ExactEvaluation",
-        "benchmarks.sides.evaluation:EvaluationStep",
+        "benchmarks.sides.scoring:ExactEvaluation",
+        "benchmarks.sides.scoring:EvaluationStep",
     ),
     suite(
         "precompute",
         "Precomputing reference log-probs in TRL, 12 pairs",
-        "benchmarks.sides.precompute:ExactPrecompute",
-        "benchmarks.sides.precompute:PrecomputeStep",
+        "benchmarks.sides.scoring:ExactPrecompute",
+        "benchmarks.sides.scoring:PrecomputeStep",
         batches=2,
     ),
     suite(
@@ -103,24 +103,6 @@ SUITES = (
         "benchmarks.sides.kto:ExactKTOStep",
         "benchmarks.sides.kto:KTOStep",
         pairs=ROWS,
-    ),
-    suite(
-        "tpo",
-        "TPO training step in TRL: policy forward and backward, three completions a prompt",
-        "benchmarks.sides.tpo:ExactTPOStep",
-        "benchmarks.sides.tpo:TPOStep",
-        (STOCK, "the trainer with its defaults. It stores the logits of all positions."),
-        pairs=4,
-        longest=LONGEST_STORED,
-    ),
-    suite(
-        "a2po",
-        "A2PO step in TRL without generation: policy forward and backward, reference forward",
-        "benchmarks.sides.a2po:ExactA2POStep",
-        "benchmarks.sides.a2po:A2POStep",
-        (STOCK, "the trainer with its defaults, on given completions. It stores the logits of completions."),
-        pairs=ROWS,
-        longest=LONGEST_STORED,
     ),
     suite(
         "llamafactory",

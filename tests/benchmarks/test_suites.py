@@ -79,8 +79,6 @@ def without_compiling(suite: Suite) -> Suite:
         ("precompute", ""),
         ("online", ""),
         ("kto", ""),
-        ("tpo", ""),
-        ("a2po", ""),
         pytest.param("grpo", "GRPO|RLOO", marks=pytest.mark.thorough),
         ("reward", ""),
         ("accumulated", "KTO|GRPO/2"),

@@ -1,4 +1,4 @@
-"""TRL's pass for reference log-probs: as shipped, on labelled positions only, patched."""
+"""What TRL's `DPOTrainer` computes without gradients: evaluation of a batch, and its pass for reference log-probs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,33 @@ import torch
 from datasets import Dataset
 
 from benchmarks.cases import Arrays
-from benchmarks.sides.exact import ExactCompletions
+from benchmarks.sides.exact import ExactCompletions, ExactStep
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
+
+
+class EvaluationStep(TrainerStep):
+    """Computes loss and metrics from policy and reference."""
+
+    KINDS = ("eval", "reference")
+
+    def __init__(self, workload: Workload, mode: str) -> None:
+        super().__init__(workload, mode)
+        self.model.eval()
+
+    def _run(self, batch: int) -> torch.Tensor:
+        loss, *_ = self.trainer.prediction_step(self.model, dict(self.inputs[batch]), prediction_loss_only=True)
+        return loss
+
+    def reset(self) -> None:
+        self.trainer._metrics["eval"].clear()
+
+
+class ExactEvaluation(ExactStep):
+    """The ground truth of `EvaluationStep`."""
+
+    def check(self) -> Arrays:
+        return {name: values for name, values in super().check().items() if not name.endswith("/gradient")}
 
 
 class PrecomputeStep(TrainerStep):
