@@ -163,7 +163,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         default="auto",
         help="compile layers and replay CUDA graphs, or never (default: where it pays)",
     )
-    runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
+    runner.add_argument("--verify", action="store_true", help="compare fused calls 1, 2, 4, 8, ... with stock ones")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

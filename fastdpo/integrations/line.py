@@ -172,6 +172,7 @@ class TrainerLine:
             share_prompts=self.options.share_prompts,
             compile=compile,
             verify=self.options.verify,
+            special_ids=_special_ids(getattr(trainer, "processing_class", None)),
         )
 
     def make_output(self, model: Any) -> MakeOutput:
@@ -393,6 +394,12 @@ class TrainerLine:
 
 def _train(model: PreTrainedModel, mode: bool = True) -> Any:
     return model if mode and is_training(model) else type(model).train(model, mode)
+
+
+def _special_ids(processing_class: Any) -> tuple[int, ...]:
+    """Ids of the special tokens of a tokenizer, or of that of a processor."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    return tuple(getattr(tokenizer, "all_special_ids", ()))
 
 
 def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def patch(
         compile: compile the decoder layers for packed calls, once for batches of all lengths, and
             replay CUDA graphs where that is faster. "auto": on a GPU, where both pay in what is left of
             the training.
-        verify: compare the first fused calls of each model with stock ones, and raise
-            `VerificationError` before any weight is changed, if they differ by more than rounding.
+        verify: compare fused calls 1, 2, 4, 8, ... of each model with stock ones, and raise
+            `VerificationError` if they differ by more than rounding.
 
     Returns:
         The report, which is also logged: which trainers are patched, and why others are not.

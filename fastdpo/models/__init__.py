@@ -28,7 +28,7 @@ A model is examined before its first call in training and in evaluation mode, an
     functions.py     what hooks and replaced forwards are, and where they come from
     examine/         probe.py: a few random rows, packed and padded; runs.py: their hidden states and
                      gradients; comparable.py and snapshot.py: runs that leave the model as it was;
-                     verification.py: the first calls, fused and by the forward that the model had before
+                     verification.py: audits, which compare fused calls with the forward that the model had before
     gradients.py     gradients in a form that is small enough to keep
     sharding.py      models that ranks hold parts of, and so examine together
 

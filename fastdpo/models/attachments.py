@@ -40,10 +40,12 @@ def is_hook_of_engine(hook: Callable) -> bool:
     return harmless.is_of(_written_in(hook), harmless.ENGINES)
 
 
-def user_hooks(modules: Iterable[nn.Module]) -> list[Callable]:
-    """The hooks of modules, and those of every module, other than those that are known not to look at activations."""
+def user_hooks(modules: Iterable[nn.Module], known: tuple[str, ...] = harmless.HOOKING) -> list[Callable]:
+    """The hooks of modules, and those of every module, other than those of packages that are known not to look at
+    activations.
+    """
     hooks = chain(hooks_of_every_module(), chain.from_iterable(map(hooks_of, modules)))
-    return [hook for hook in hooks if not harmless.is_of(_written_in(hook), harmless.HOOKING)]
+    return [hook for hook in hooks if not harmless.is_of(_written_in(hook), known)]
 
 
 def has_additions(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from . import adapters, attention, head, images, sharding, splitting, support
 from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
 from .examine import probe
 from .examine.probe import ProbeResult
-from .examine.verification import verify
+from .examine.verification import audit
 from .sequence_group import Part
 from .sharding import shared_reason
 from .state import (
@@ -47,7 +47,9 @@ CALL_ARGUMENTS = {
 """Arguments of a model call that the fused forward takes or can ignore."""
 
 FREE_EXAMINATIONS = 6
-"""Number of times that a model is examined as soon as it has changed. It may change in each step."""
+"""Number of times that a model is examined as soon as it has changed. It may change in each step. From then on, it is
+only audited if nothing but values has changed.
+"""
 
 MAX_PROBE_RESULTS = 16
 """Number of structures of a model whose probe results are kept, for
@@ -56,19 +58,19 @@ models that are switched back and forth.
 
 
 def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
-    """How a call runs. It is compared, if calls are, and counted. None, with a logged reason, if it falls back."""
+    """How a call runs. It is audited, if that is due, and counted. None, with a logged reason, if it falls back."""
     fused.was_trained |= torch.is_grad_enabled()
     if fused.options.sequence_group is None:
         route = _route(model, fused, args, kwargs)
     else:
         found = functools.partial(_route, model, fused, args, kwargs)
         route = splitting.agreed(found, fused, kwargs.get("input_ids"), device_of(model, args, kwargs))
-    is_compared = fused.options.verify or fused.options.newer
-    if route.batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
-        reason = fused.lasting_reason = verify(model, fused, route.batch, args, kwargs)
+    if route.reason is None and (route.batch is not None or sharding.is_sharded(model)):
+        reason = audit(model, fused, route.batch, args, kwargs)
         if reason is not None:
+            fused.lasting_reason = reason
             restore(model, fused)
-            route = route._replace(batch=None, reason=reason)
+            route = Route(None, reason)
     fused.count(model, kwargs.get("input_ids", args[0] if args else None), route)
     return route.batch
 
@@ -151,7 +153,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
 
     def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
-        return layout_of_call(model, fused, batch, Form(groups, store_all=routes, tokens=tokens))
+        return layout_of_call(model, fused, batch, Form(groups, store_all=routes or verdict.stores_all, tokens=tokens))
 
     if given is None:
         layout = layout_of(tokens=group and group.rounded_up)
@@ -270,8 +272,12 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
     """
     is_sharded, results = sharding.is_sharded(model), fused.probe_results
     scoring_reason, packing_reason = scoring_unsupported_reason(model, fused.options), None
-    present = ProbeKey(identity.hash, model.training, is_sharded, identity.trained)
+    present = ProbeKey(identity.hash, model.training, is_sharded, identity.trained, identity.form)
     known = [x for x in results if x[:3] == present[:3] and _covers(x, present.trained)]
+    alike = [x for x in results if (x[1:3], x.form) == (present[1:3], present.form) and _covers(x, present.trained)]
+    has_changed = not known and not is_sharded and fused.examinations >= FREE_EXAMINATIONS
+    if has_changed:  # in which each call would be the first of its kind
+        known = [x for x in alike[-1:] if results[x].unsupported_reason is None]
     key = max(known, key=lambda x: (x == present, x.trained != 0), default=present)
     ruled_out = _ruled_out(model, fused, identity)
     is_known = bool(known) or ruled_out is not None
@@ -284,6 +290,7 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
                 fused.image_results.clear()
             reason = adapters.unsupported_reason(model)
             results[key] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
+            fused.audited.clear()
             _rule_out(fused, identity, results[key].unsupported_reason)
     result = results.get(key, fused.probe_result if is_sharded else None)
     if ruled_out is not None:
@@ -302,7 +309,7 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, identity: Identity, de
         if packing_reason is None:
             switch_attention(model, fused)
         install_head(model, fused)
-    return Verdict.of(model, key, result, scoring_reason, packing_reason)
+    return Verdict.of(model, key, result, scoring_reason, packing_reason, has_changed)
 
 
 def _is_changing(fused: FusedForward, key: ProbeKey) -> bool:
@@ -353,7 +360,7 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
     reason = shared_reason(model, _installing_reason(model, fused))
     if reason is not None:
         return ProbeResult(reason)
-    result = probe.probe(model, device)
+    result = probe.probe(model, device, fused.options.special_ids)
     if result.unsupported_reason is None and not fused.prior_scores:
         rewards = fused.options.rewards
         differs = probe.score_difference(model, device, rewards) if rewards else probe.head_difference(model, device)

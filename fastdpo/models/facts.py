@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .functions import forwards_of, module_of
-from .harmless import CODE, is_of
+from .functions import Code, forwards_of, module_of
+from .harmless import CODE, KERNELS, is_of
 from .parts import text_config
 
 if TYPE_CHECKING:
@@ -38,10 +39,15 @@ def rope_limit(model: PreTrainedModel) -> int | None:
 
 
 def has_own_code(model: PreTrainedModel) -> bool:
-    """Whether classes of a model's modules, or forwards in their place, come from packages that are not known."""
-    kinds = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
-    replaced = {module_of(x) for module in model.modules() for x in forwards_of(module)}
-    return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in kinds | replaced)
+    """Whether classes of a model's modules, forwards in their place, or functions of their modeling files come from
+    packages that are not known.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    functions = [x for module in model.modules() for x in forwards_of(module)]
+    functions += [x for x in Code(kinds).functions if isinstance(x, FunctionType | BuiltinFunctionType)]
+    written_in = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    written_in |= {name for name in map(module_of, functions) if not is_of(name, KERNELS)}
+    return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in written_in)
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

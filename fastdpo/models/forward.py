@@ -25,7 +25,7 @@ from .deciding import device_of
 from .functions import autocast_of
 from .parts import find_base, input_device_of, text_config
 from .running import Runner
-from .scoring import prior_logits, score
+from .scoring import prior_output, score
 from .sharding import is_sharded
 from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
 from .structure import Structure
@@ -205,8 +205,6 @@ def _call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict
     batch = fused.choose(model, fused, args, kwargs)
     if batch is not None:
         return fused.make_output(score(model, fused, batch, kwargs), kwargs)
-    if fused.prior_scores:
-        return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
     if rewards and rewards.every_call:  # a call of any code, which may have labels of its own
         return fused.prior_forward(*args, **given)
-    return prior_logits(fused, args, kwargs)
+    return prior_output(fused, args, kwargs)

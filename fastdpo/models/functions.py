@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from operator import attrgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+
+_MODELING = ("transformers.models.", "transformers_modules.")
+"""Packages of modeling files."""
+
+_MASKING = "transformers.masking_utils"
+
+_forward_of = attrgetter("forward")
+
+
+class Code:
+    """The functions that modules of some classes run, as pointers that are compared in a few loops in C.
+
+    Args:
+        kinds: the classes.
+
+    Attributes:
+        functions: the forwards of the classes, what is called by name in their modeling files and where transformers
+            makes masks, and torch's `scaled_dot_product_attention`. Those that fastdpo has wrapped are as they were.
+        hash: of these.
+    """
+
+    def __init__(self, kinds: Collection[type]) -> None:
+        self._kinds = [*kinds]
+        written_in = {kind.__module__ for each in kinds for kind in each.__mro__}
+        files = sorted(name for name in written_in if name.startswith(_MODELING))
+        self._globals = [vars(sys.modules[name]) for name in (*files, _MASKING) if name in sys.modules]
+        self._were = *self._of_classes(), *map(dict, self._globals)
+        named = [x for file in self._globals for x in file.values() if callable(x)]
+        self.functions = [*self._of_classes()[0], functional.scaled_dot_product_attention, *map(_own_of, named)]
+        self.hash = hash(tuple(map(id, self.functions)))
+
+    def is_unchanged(self) -> bool:
+        return (*self._of_classes(), *self._globals) == self._were
+
+    def _of_classes(self) -> tuple[list[Callable], Callable]:
+        return [*map(_forward_of, self._kinds)], functional.scaled_dot_product_attention
 
 
 def inner_function(function: Any) -> Any:
@@ -41,6 +80,12 @@ def module_of(function: Callable) -> str:
 def forwards_of(module: nn.Module) -> Iterator[Callable]:
     """What has replaced the forward of a module's class, from the outermost wrapper to the innermost."""
     return wrapped_in(vars(module).get("forward"))
+
+
+def _own_of(function: Any) -> Any:
+    """A function, without the wrapper that fastdpo has put into a modeling file."""
+    is_ours = isinstance(function, FunctionType) and module_of(function).startswith("fastdpo.")
+    return vars(function).get("__wrapped__", function) if is_ours else function
 
 
 def wrapped_in(function: Callable | None) -> Iterator[Callable]:

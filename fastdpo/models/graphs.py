@@ -14,17 +14,19 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..logs import logger
+from ..accuracy import run_bound, training_unit
+from ..logs import logger, report
 from ..reasons import Reason
 from . import pace
 from .calls import calls
 from .captures import has_room
-from .examine.comparable import forked_random_state
+from .examine.comparable import forked_random_state, without_trace
+from .examine.snapshot import restored
 from .pace import Pace, Trial
 from .recordable import have_hooks, offloading_reason, unsupported_reason
 from .recording import Inputs, Recording, Unsupported, padded, run_layers
@@ -47,10 +49,11 @@ DEVICE = "cuda"
 class _Basis:
     """What recordings of a model are based on, for one verdict about it."""
 
-    def __init__(self, model: PreTrainedModel, backbone: nn.Module, verdict: object) -> None:
+    def __init__(self, model: PreTrainedModel, backbone: PreTrainedModel, verdict: Any) -> None:
         self.verdict, self.backbone, modules = verdict, backbone, [*backbone.modules()]
         self.tensors: list[Tensor] = [*backbone.parameters(), *backbone.buffers()]
         self.reason = unsupported_reason(model, modules, self.tensors)
+        self.replays: Counter[bool] = Counter()  # with gradients and without
 
     def trained(self) -> list[Tensor]:
         return [x for x in self.tensors if x.requires_grad] if torch.is_grad_enabled() else []
@@ -90,7 +93,7 @@ class Graphs:
         self._is_full = False
 
     def begin(
-        self, model: PreTrainedModel, backbone: nn.Module, verdict: object, kind: str, obstacle: str | None
+        self, model: PreTrainedModel, backbone: PreTrainedModel, verdict: object, kind: str, obstacle: str | None
     ) -> bool:
         """Whether a call of the model may replay a graph. If not, the reason is logged once.
 
@@ -133,7 +136,7 @@ class Graphs:
             pace.is_busy = is_device_busy(basis.backbone, inputs)
             pace.interrupt()
         recording = self._recording(basis, inputs, basis.trained(), pace)
-        if recording is None:
+        if recording is None or (basis.verdict.is_audited and not self._agrees(basis, recording, inputs, pace)):
             return None
         self._replays += 1
         calls[self._integration, self._kind, "replayed"] += 1
@@ -223,7 +226,7 @@ class Graphs:
                 recording = Recording(backbone, padded(first, size), room, trained, basis.state(trained))
                 if not recording.fill(inputs):
                     return None
-                distance = recording.distance_of(inputs)
+                distance = recording.distance = recording.distance_of(inputs)
                 if distance <= BOUND:
                     trial = None if pace.is_sure(size) else trial_of(recording, inputs)
                     is_kept, found = True, "as those of other sizes"
@@ -246,6 +249,34 @@ class Graphs:
                 reason = Reason("graphs-memory", tokens=size)
         self._stop(reason)
         return None
+
+    def _agrees(self, basis: _Basis, recording: Recording, inputs: Inputs, pace: Pace) -> bool:
+        """Compares replays 1, 2, 4, 8, ... with the layers, which may have come to read other values. If one differs,
+        the layers run from now on.
+        """
+        gradients = bool(recording.segments)
+        basis.replays[gradients] += 1
+        replay = basis.replays[gradients]
+        if replay & (replay - 1):
+            return True
+        try:
+            with (
+                without_trace(basis.backbone),
+                restored(basis.backbone),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(gradients),
+            ):
+                distance = recording.distance_of(inputs)
+        except torch.OutOfMemoryError:
+            return True
+        finally:
+            pace.interrupt()
+        if distance <= run_bound(recording.distance, training_unit(basis.backbone)):
+            return True
+        reason = Reason("graphs-changed", replay=replay, distance=f"{distance:.1e}")
+        self._stop(reason)
+        report(f"{self._name}: {reason.named}")
+        return False
 
     def _stop(self, reason: Reason) -> None:
         """Has the layers run from now on."""

@@ -93,10 +93,13 @@ class Recording:
         hidden: [1, T, D], the states of the tokens of the latest replay.
         segments: of the backward, in the order of the forward. There is one, or several under DDP.
         used: the trained parameters that get gradients.
+        distance: from the layers, when it was made (see `distance_of`).
 
     Raises:
         Unsupported: attention runs without a backend.
     """
+
+    distance = 0.0
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
         self.backbone, self.state = backbone, state

@@ -129,6 +129,10 @@ class Runner:
         self._pace.take(inputs["input_ids"].shape[1], is_replayed=states is not None)
         return states
 
+    def interrupt(self) -> None:
+        """Leaves out the time since the call was prepared, in which something else was done."""
+        self._pace.interrupt()
+
     def release(self) -> bool:
         """Gives the memory of recordings back, after there was no more. Returns whether there were any."""
         self.may_replay = False

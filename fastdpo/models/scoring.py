@@ -90,8 +90,10 @@ def targets_of_call(kwargs: dict) -> Tensor:
     return labels if shifted else labels[:, 1:]
 
 
-def prior_logits(fused: FusedForward, args: tuple, kwargs: dict) -> Any:
-    """The output of the prior forward, which does not score, for a call that does."""
+def prior_output(fused: FusedForward, args: tuple, kwargs: dict) -> Any:
+    """The output of the prior forward for a call that scores: one that scores as well, or one with logits."""
+    if fused.prior_scores:
+        return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 

@@ -19,7 +19,8 @@ from ..logs import NotFused, report, strict, warn
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, calls, head, pickling, sharding
+from . import attention, calls, harmless, head, pickling, sharding
+from .attachments import user_hooks
 from .examine.probe import LeftPadding, ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
 from .mixers import finding
@@ -53,12 +54,12 @@ class ForwardOptions(NamedTuple):
         groups: which rows of a batch are a group. In batches with images, pairs are.
         images: whether batches may hold images, those of the first rows of all pairs first.
         shifted: whether the labels that `fastdpo.score` is given are shifted.
-        verify: whether the first fused call with gradients and the first one without are compared
-            with the prior forward.
+        verify: whether calls are audited whatever the model, and those that differ raise an error.
         newer: the package of the prior forward, if it is newer than the tested versions, otherwise "". Calls are
-            then compared, too, and go there from then on if they differ.
+            then audited, too.
         compile: whether packed calls run compiled layers and CUDA graphs, or "auto" (see `Runner`).
         sequence_group: the ranks that hold the parts of each batch, or None if a rank holds its own batches.
+        special_ids: of the tokenizer's special tokens, where it is known.
     """
 
     integration: str
@@ -76,6 +77,7 @@ class ForwardOptions(NamedTuple):
     newer: str = ""
     compile: Compile = False
     sequence_group: SequenceGroup | None = None
+    special_ids: tuple[int, ...] = ()
 
     def split_reason(self) -> Reason | None:
         """That accelerate was configured for context or sequence parallelism, by whichever trainer, and splits rows
@@ -160,12 +162,14 @@ class ProbeKey(NamedTuple):
         is_training: whether the model was in training mode.
         is_sharded: whether ranks held parts of it. Engines shard a model that may have been probed before.
         trained: which of its parameters were trained (see `Identity.trained`), whose gradients were compared.
+        form: see `Identity.form`.
     """
 
     structure: int
     is_training: bool
     is_sharded: bool
     trained: int
+    form: int = 0
 
 
 class Verdict(NamedTuple):
@@ -183,6 +187,9 @@ class Verdict(NamedTuple):
         routes: whether the model returns router logits unless a call says otherwise.
         logit_transform: (softcap, logit_scale) of the model.
         has_own_code: whether some of its code is of a package that is not known.
+        is_audited: whether its calls are compared again while it trains (see `examine.verification`): it has such code
+            or such hooks, or was not examined since values in it have changed.
+        stores_all: whether packed rows are stored whole: mixers with such code may use the end of a row.
     """
 
     key: ProbeKey
@@ -196,6 +203,8 @@ class Verdict(NamedTuple):
     routes: bool
     logit_transform: tuple[float | None, float]
     has_own_code: bool
+    is_audited: bool
+    stores_all: bool
 
     @classmethod
     def of(
@@ -205,11 +214,15 @@ class Verdict(NamedTuple):
         result: ProbeResult | None,
         scoring_reason: Reason | None = None,
         packing_reason: Reason | None = None,
+        has_changed: bool = False,
     ) -> Verdict:
         """With the backbone and the head of the model as it is, and facts about it."""
         routes = bool(getattr(text_config(model), "output_router_logits", False))
         of_model = backbone(model), head.head_of(model), vocabulary_of(model), rope_limit(model), routes
-        of_code = logit_transform(text_config(model)), has_own_code(model)
+        has_own = has_own_code(model)
+        is_audited = has_own or has_changed or bool(user_hooks(backbone(model).modules(), harmless.MODULES))
+        stores_all = has_own and bool(finding.mixers_of(model))
+        of_code = logit_transform(text_config(model)), has_own, is_audited, stores_all
         return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)
 
     @property
@@ -262,8 +275,7 @@ class FusedForward:
         was_trained: whether an integration has called the model with gradients, or has left such a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
             trainer.
-        verified: the kinds of calls, with gradients (True) and without (False), that are not to be
-            verified any more.
+        audited: number of calls, by their kind and whether they have gradients, since the model was examined.
     """
 
     options: ForwardOptions
@@ -291,7 +303,7 @@ class FusedForward:
     reasons: dict[str, Reason | None] = field(default_factory=dict)
     was_trained: bool = False
     is_awaited: bool = False
-    verified: set[bool] = field(default_factory=set)
+    audited: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in its mode, sharded if it is, and with gradients if it trains."""

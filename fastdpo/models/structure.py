@@ -34,6 +34,7 @@ from .contents import (
     is_rotary,
     plain_members,
 )
+from .functions import Code, name_of
 from .parts import modules_around, passes_arguments_on
 from .sharding import is_sharded
 
@@ -68,6 +69,7 @@ class _ModuleIdentity(NamedTuple):
         written: where they lie, and how often each has been written to.
         sizes: of the registries, of which copies of attributes hold empty ones themselves.
         hash: of what results depend on.
+        form: of the same without plain values and the values of buffers.
     """
 
     module: nn.Module
@@ -79,6 +81,7 @@ class _ModuleIdentity(NamedTuple):
     written: list[tuple[int, int]]
     sizes: list[int]
     hash: int
+    form: int
 
     def describes(self, module: nn.Module) -> bool:
         return (
@@ -101,6 +104,7 @@ class _ModuleIdentity(NamedTuple):
             *(module, type(module), _copied(vars(module), registries)),
             *(containers, [*map(copy_of, containers)], buffers, _written(buffers), [*map(len, _registries_of(module))]),
             hash((type(module), *plain, *kinds, *values)),
+            hash((type(module), *kinds)),
         )
 
 
@@ -113,9 +117,10 @@ class Identity:
     Attributes:
         modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
         called: those inside of the model, without holders (see `_is_holder`).
-        kinds: a hash of the classes of all modules.
-        code: a hash of all that results depend on but for hooks and values of parameters. Equal for an equal model.
-        hash: of this model, and of its hooks. Valid in this process.
+        kinds: a hash of the classes of all modules, of what replaces their forwards, and of their hooks.
+        code: a hash of all that results depend on but for values of parameters. Equal for an equal model.
+        form: of this model, but for plain values, those of buffers and those in the configuration.
+        hash: of this model. Valid in this process, as the others are.
         trained: which parameters are trained, as a number that is not 0. It is 0 if none is, and in evaluation mode.
         verdict: what `deciding` has found out about the model as it was.
         switch: by which `integrations.switching` disables and enables adapters in the model as it was.
@@ -149,11 +154,16 @@ class Identity:
             id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
         }
         implementation = attention.implementation(model)
-        self.kinds = hash(tuple(map(type, self.modules)))
-        self.code = hash((implementation, *(x.hash for x in of_modules), *map(configuration_entries, configs.values())))
-        hooks, hooked = hook_identities(hooks_of_every_module()), set(self._hooked)
-        additions = ((id(x), *(additions_to(x) if x in hooked else ())) for x in others)
-        self.hash = hash((self.code, id(model), *hooks, *additions))
+        self._code = Code({*map(type, self.modules)})
+        additions = [(id(module), *x) for module in self._hooked for x in additions_to(module)]
+        additions += [(None, *x) for x in hook_identities(hooks_of_every_module())]
+        hooks = [(type(module), name_of(hook)) for module in self._hooked for hook in hooks_of(module)]
+        self.kinds = hash((*map(type, self.modules), self._code.hash, *hooks, *(x[1] for x in additions)))
+        entries = map(configuration_entries, configs.values())
+        self.code = hash((self.kinds, implementation, *(x.hash for x in of_modules), *entries))
+        own = *map(id, self.modules), implementation, *additions
+        self.form = hash((self.kinds, *own, *(x.form for x in of_modules)))
+        self.hash = hash((self.code, *own))
         self._attributes = [cache[id(module)].attributes for module in self.called]
         self._of_model_was = _copied(self._of_model(model), self._copied)
         self._others_were = self._others(model)
@@ -169,6 +179,7 @@ class Identity:
             and are_equal([*map(_children_of, self._holders)], self._children_were)
             and are_equal(self._of_model(model), self._of_model_was)
             and are_equal(self._others(model), self._others_were)
+            and self._code.is_unchanged()
         )
 
     def of_kind(self, kind: type | str) -> list[nn.Module]:
@@ -327,7 +338,7 @@ def _written(buffers: list[Tensor]) -> list[tuple[int, int]]:
     return [*zip(map(Tensor.data_ptr, buffers), map(_version_of, buffers), strict=True)]
 
 
-def additions_to(module: nn.Module) -> Iterator[object]:
+def additions_to(module: nn.Module) -> Iterator[tuple]:
     """Identifies the hooks on a module (see `hook_identities`) and a replaced forward, except that of fastdpo."""
     yield from hook_identities(hooks_of(module))
     forward = vars(module).get("forward")

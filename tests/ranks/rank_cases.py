@@ -20,7 +20,6 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset, load_from_disk
 from rank_reasons import AGREED, AROUND_CALLS, add_images, change_each_call, change_types, drop_attention
 from rank_trainers import (
-    BecomesStrict,
     ChangesModel,
     LastRaises,
     MainLogs,
@@ -420,7 +419,6 @@ CASES = {
     **on(
         "ddp", "verified, wrong on the last rank", **(PATCHED | VERIFIED), prepare=scale_gradients, changed_on=on_last
     ),
-    **on("fsdp2", "verified, strict", trainer_class=with_callback(BecomesStrict), **PATCHED, **VERIFIED),
     # Batches and models that one rank or none can pack
     **on("ddp fsdp2 zero3", "holes", change=make_a_hole),
     **on("ddp fsdp2 zero3", "holes on the last rank", change=make_a_hole, changed_on=on_last),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from unittest import mock
 
@@ -13,16 +12,6 @@ from trl import DPOTrainer
 
 import fastdpo
 from tests.support.workers.collectives import COLLECTIVES
-
-
-class BecomesStrict(TrainerCallback):
-    """Sets strict mode once the training begins: `patch()` is strict about trainers of earlier cases, too."""
-
-    def __init__(self, trainer: DPOTrainer):
-        pass
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        os.environ["FASTDPO_STRICT"] = "1"
 
 
 class MainLogs(TrainerCallback):

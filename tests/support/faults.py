@@ -152,5 +152,5 @@ def scaled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unnoticed_by_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model passes its probe, which would notice most faults before a training."""
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    monkeypatch.setattr(probe, "probe", lambda model, *rest: probe.ProbeResult(None))
     monkeypatch.setattr(probe, "head_difference", lambda model, device: None)

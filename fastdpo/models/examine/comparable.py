@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def unwatched(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
             (x, name, absent)
             for x in tensors
             for name, absent in (("_backward_hooks", None), ("_post_accumulate_grad_hooks", {}), ("grad", None))
-            if getattr(x, name) is not None
+            if name == "grad" or getattr(x, name) is not None  # a gradient may be new afterwards
         ]
     )
 
@@ -115,30 +115,36 @@ def forked_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[WithoutDropout]:
+def without_trace(model: PreTrainedModel, *, leaves_out_dropout: bool = True) -> Iterator[WithoutDropout]:
     """A block in which a model may be run and differentiated without a trace: what its quantized modules keep, random
     states, gradients and the hooks of its parameters are restored (see `snapshot.restored` for the rest).
-
-    In the block, a model draws no random numbers that torch's dropout or NEFTune's noise would draw, and runs
-    without autocast. Compiled layers run as they are written: a graph would be compiled for these rows alone,
-    and does not tell what reaches attention.
     """
     # What leaves out dropout does not reach layers that are computed again.
     drops = has_dropout(model) or any(isinstance(x, nn.Dropout) and x.p > 0 for x in model.modules())
     checkpointing = [x for x in model.modules() if drops and getattr(x, "gradient_checkpointing", False)]
-    values = [
-        NOT_REENTRANT,
-        *((x, "gradient_checkpointing", False) for x in checkpointing),
-        *((x, "neftune_noise_alpha", 0.0) for x in model.modules() if getattr(x, "neftune_noise_alpha", None)),
-    ]
+    values = [NOT_REENTRANT, *((x, "gradient_checkpointing", False) for x in checkpointing)]
+    dropout = WithoutDropout()
     with (
         forked_random_state(),
-        torch.autocast(device.type, enabled=False),
-        torch.compiler.set_stance("force_eager"),
         with_values(values),
         _preserved_attributes(model),
         unwatched(model.parameters()),
-        WithoutDropout() as dropout,
+        dropout if leaves_out_dropout else nullcontext(),  # compiled layers would be compiled again for it
+    ):
+        yield dropout
+
+
+@contextmanager
+def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[WithoutDropout]:
+    """As `without_trace`, for rows of a probe, which run without autocast and without NEFTune's noise. Compiled layers
+    run as they are written: a graph would be compiled for these rows alone, and does not tell what reaches attention.
+    """
+    noisy = [x for x in model.modules() if getattr(x, "neftune_noise_alpha", None)]
+    with (
+        torch.autocast(device.type, enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        with_values([(x, "neftune_noise_alpha", 0.0) for x in noisy]),
+        without_trace(model) as dropout,
     ):
         yield dropout
 

@@ -8,8 +8,9 @@ and backward passes that depend on more than the gradients that they are given.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
@@ -43,8 +44,11 @@ LONGEST = 24
 
 SHORTEST_BRANCH = 7
 
+ALIKE = 240
+"""Number of tokens of a row that repeats one: three quarters of all, and evenly divided into most numbers of groups."""
+
 TOKENS = 5 + (SHORTEST_BRANCH + 9 + 8) + LONGEST + (11 + 14)
-"""Number of tokens of the packed rows, those of windows left out."""
+"""Number of tokens of the packed rows, those of windows and of the row of equal tokens left out."""
 
 LONG = 8192
 """Number of tokens up to which ranks that run a model with code of its own together examine it at once."""
@@ -60,6 +64,9 @@ LeftPadding = Literal["ignored", "counted", "seen"]
 """How padding on the left changes the hidden states of a row: not at all, as those of a model with rotary embeddings;
 because the model's own positions count it, as those of GPT-2; or in another way.
 """
+
+Rows = Callable[[int, int, bool, int], tuple[Tensor, Tensor, Tensor]]
+"""Makes rows of a probe (see `_rows`)."""
 
 _OF_ROWS = {"cannot-run", "different-states", "different-gradients", "not-finite"}
 """Names of the reasons that other rows may not have."""
@@ -83,34 +90,42 @@ class ProbeResult(NamedTuple):
     left_padding: LeftPadding = "ignored"
 
 
-def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
+def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[int] = ()) -> ProbeResult:
     """Compares packed with padded rows of a model that is switched to packed attention, in the mode that it is in.
 
-    Two groups of rows are run, one of them padded on the left, as far as the model ignores that. The rows are the same
+    Groups of rows are run, one of them padded on the left, as far as the model ignores that. The rows are the same
     in every process, so that ranks that run the model together come to the same result. Gradients are compared as well:
     those of the embeddings' output and, in training mode, of the parameters that are trained. If the model's attention
     has a window, rows that are longer are run, too, without gradients, since they may be long.
+
+    Args:
+        model: the model.
+        device: of its inputs.
+        special_ids: of tokens that the rows hold next to random ones and to those that the configuration names.
     """
     window = attention_window(text_config(model))
+    rows: Rows = functools.partial(_rows, text_config(model), None)
+    if has_own_code(model):
+        rows = functools.partial(_rows, text_config(model), _special_ids(model, special_ids))
     with torch.inference_mode(False):
         trains = _trains(model)
-        result = _probe_padding(model, device, gradients=trains or _may_be_differentiated(model))
+        result = _probe_padding(model, device, rows, gradients=trains or _may_be_differentiated(model))
         if not trains and result.unsupported_reason is not None and result.unsupported_reason.name == "cannot-run":
-            result = _probe_padding(model, device, gradients=False)  # kernels for inference have no backward pass
+            result = _probe_padding(model, device, rows, gradients=False)  # kernels for inference have no backward pass
         if result.unsupported_reason is None and window is not None and LONGEST - 8 < window <= LONGEST_PROBE:
-            longer = _probe_rows(model, device, window + 8, gradients=False)
+            longer = _probe_rows(model, device, rows, window + 8, gradients=False)
             result = result._replace(unsupported_reason=longer.unsupported_reason)
         if result.unsupported_reason is None and is_sharded(model) and has_own_code(model):
-            longer = _probe_rows(model, device, LONGEST, gradients=False, copies=LONG // TOKENS + 1)
+            longer = _probe_rows(model, device, rows, LONGEST, gradients=False, copies=LONG // TOKENS + 1)
             result = result._replace(unsupported_reason=longer.unsupported_reason)
     return result
 
 
-def _probe_padding(model: PreTrainedModel, device: torch.device, gradients: bool) -> ProbeResult:
+def _probe_padding(model: PreTrainedModel, device: torch.device, rows: Rows, gradients: bool) -> ProbeResult:
     """Probes a model with rows that are padded on the left, too, as far as it ignores that padding or counts it."""
     result = ProbeResult(None)
     for left_padding in get_args(LeftPadding):
-        result = _probe_rows(model, device, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
+        result = _probe_rows(model, device, rows, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
         if result.unsupported_reason is None or result.unsupported_reason.name not in _OF_ROWS:
             break
     return result
@@ -119,6 +134,7 @@ def _probe_padding(model: PreTrainedModel, device: torch.device, gradients: bool
 def _probe_rows(
     model: PreTrainedModel,
     device: torch.device,
+    rows: Rows,
     longest: int,
     gradients: bool,
     left_padding: LeftPadding = "seen",
@@ -128,7 +144,7 @@ def _probe_rows(
     several times as many rows. Rows are padded on the left, too, unless padding is seen there.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
-    ids, mask, groups = _rows(text_config(model), min(longest, max(limit - 16, 0)), left_padding != "seen", copies)
+    ids, mask, groups = rows(min(longest, max(limit - 16, 0)), min(ALIKE, limit), left_padding != "seen", copies)
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
@@ -340,20 +356,48 @@ def _rounded(x: Any, unit: float) -> Any:
     return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _rows(config: PretrainedConfig, longest: int, padded_left: bool, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [R, L], groups [R], in each of R/5 copies: three short rows with one prefix, which may be padded on
-    the left, and two long rows with another, of `longest` tokens.
+def _special_ids(model: PreTrainedModel, given: Sequence[int]) -> list[int]:
+    """Ids of special tokens of a text: those that are given, and those that the configuration names, but for padding.
+    Those of images stand for what rows of a probe do not have.
+    """
+    config, entries = text_config(model), (vars(x).items() for x in (text_config(model), model.config))
+    named = {
+        name: x for name, x in itertools.chain.from_iterable(entries) if name.endswith(("_token_id", "_token_index"))
+    }
+    of_text = ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id")
+    others = {x for name, x in named.items() if name not in of_text and isinstance(x, int)}
+    listed = [x for name in of_text for x in _listed(named.get(name))]
+    ids = dict.fromkeys((*listed, *given))
+    return [x for x in ids if x not in others and 0 <= x < config.vocab_size]
+
+
+def _listed(x: Any) -> list[int]:
+    return [] if x is None else [*x] if isinstance(x, list | tuple) else [x]
+
+
+def _rows(
+    config: PretrainedConfig, special_ids: list[int] | None, longest: int, alike: int, padded_left: bool, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and mask [R, L], groups [R], in each copy: three short rows with one prefix, which may be padded on the left,
+    and two long rows with another, of `longest` tokens. If there are special ids, these rows hold them, too, and there
+    is a row of `alike` equal tokens, which may all go to the same expert.
     """
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> Tensor:
-        return torch.randint(config.vocab_size, (n,), generator=generator, device="cpu")
+        drawn = torch.randint(config.vocab_size, (n,), generator=generator, device="cpu")
+        for place, special in zip(range(1, n, 3), itertools.cycle(special_ids or ()), strict=False):
+            drawn[place] = special
+        return drawn
 
     rows, groups_of_rows = [], []
     for group in range(2 * copies):
         prefix, branches = (tokens(longest), (11, 14)) if group % 2 else (tokens(5), (SHORTEST_BRANCH, 9, 8))
         rows += [torch.cat([prefix, tokens(n)]) for n in branches]
         groups_of_rows += len(branches) * [group]
+    if special_ids is not None:
+        rows.append(tokens(1).repeat(alike))
+        groups_of_rows.append(2 * copies + 1)
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths, groups = torch.tensor([[len(row) for row in rows], groups_of_rows], device="cpu")
     mask = (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long()

@@ -1,45 +1,53 @@
-"""Compares the first fused call of a model with the same call of the forward that it had before.
+"""Audits a model while it trains: calls 1, 2, 4, 8, ... of each kind are compared with the same calls of the forward
+that the model had before, on the batch that is trained on.
 
-Log-probabilities, the statistics that come with them, and the gradient of a random weighted sum of
-log-probabilities must agree up to rounding. Every loss of a trainer is a function of these
-log-probabilities, and its gradient is linear in theirs. The bound comes from a second run of the
-earlier forward that differs from the first in its rounding only (see `accuracy.run_bound`).
+Log-probabilities, the statistics that come with them, and at calls 1 and 2 the gradient of a random weighted sum of
+log-probabilities, must agree up to rounding. Every loss of a trainer is a function of these log-probabilities, and its
+gradient is linear in theirs. Where rounding in one unit does not explain a difference, the bound comes from a second
+run of the earlier forward that differs from the first in its rounding only (see `accuracy.run_bound`).
 
-Neither random states nor gradients nor counters are changed. Up to one gradient is held at a time,
-as in a step.
+Models are audited that a probe's random rows cannot judge: those with code or hooks of users, those of packages that
+are newer than the tested ones, and all with `patch(verify=True)`. An audit leaves no trace: random states, gradients,
+counters and what modules keep are as they were. Up to one gradient is held at a time, as in a step.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import packing
 from ...accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
-from ...logs import logger, report
+from ...logs import logger, report, warn
 from ...ops import definitions
 from ...ops.head.results import TokenLogps
 from ...reasons import Reason
 from .. import calls, gradients
-from ..scoring import prior_logits, score, targets_of_call
-from ..sharding import is_sharded
-from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
-from .comparable import NOT_REENTRANT, forked_random_state, unwatched, with_values
+from ..pace import training
+from ..scoring import prior_output, score, targets_of_call
+from ..sharding import is_sharded, shared_reason
+from ..state import FusedForward, RunnableBatch, Verdict, install_head, restore_padded, switch_attention
+from .comparable import without_trace
+from .snapshot import restored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+WITH_GRADIENTS = 2
+"""The calls up to which gradients are compared as well, if they are among those that are audited."""
 
 _LABELS = {"mean_logits": "mean logits", "log_sum_sq_probs": "sums of squares"}
 
 
 class VerificationError(RuntimeError):
-    """With `patch(verify=True)`: the first fused call of a model, or the first loss of a trainer,
-    differs from the stock one by more than rounding explains. No weight has been changed.
+    """With `patch(verify=True)`: a fused call of a model, or the first loss of a trainer, differs from the stock one
+    by more than rounding explains. If it is the first call, no weight has been changed.
 
     Attributes:
         differences: in words.
@@ -87,47 +95,91 @@ Results = tuple[TokenLogps, dict[str, Tensor]]
 """What one side returns: results of shape [R, W], zero where nothing is scored, and other results to be compared."""
 
 
-def verify(
-    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
+def audit(
+    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, args: tuple, kwargs: dict
 ) -> Reason | None:
-    """Compares a call that is about to run with the same call of the prior forward.
+    """Compares a call that is about to run with the same call of the prior forward, if that is due.
 
-    Returns why all calls go to the prior forward from now on. Only a trial has such a reason.
+    Returns why all calls go to the prior forward from now on. Ranks that run the model together, one of which may leave
+    its batch to the prior forward, audit the same calls, without gradients, and get the same result.
 
     Raises:
-        VerificationError: they differ, and this is no trial.
+        VerificationError: they differ, and `verify` was asked for.
     """
-    options = fused.options
-    name, finding, obstacle = f"{options.integration} ({options.role})", None, None
-    fused.verified.add(torch.is_grad_enabled())
-    if is_sharded(model):
-        fused.verified.update((True, False))
-        obstacle = Reason("verified-ranks")
-    else:
+    options, kind, is_shared = fused.options, fused.kind_of_call(model), is_sharded(model)
+    is_audited = options.verify or options.newer or cast(Verdict, fused.verdict).is_audited
+    if not is_audited or options.sequence_group is not None:
+        return None
+    fused.audited[kind, torch.is_grad_enabled()] += 1
+    call = fused.audited[kind, torch.is_grad_enabled()]
+    if call & (call - 1):
+        return None
+    difference = obstacle = None
+    with_gradients = torch.is_grad_enabled() and call <= WITH_GRADIENTS and not is_shared
+    for gradients_too in (True, False) if with_gradients else (False,):
+        failed = None
         try:
-            obstacle = _compare(name, model, fused, batch, args, kwargs)
-            calls.outcomes[options.integration, "verified"] += obstacle is None
-        except VerificationError as error:
-            if options.verify:
+            with restored(model), torch.set_grad_enabled(gradients_too):
+                failed = _compare(model, fused, batch, args, kwargs, call)
+        except torch.OutOfMemoryError:
+            if is_shared:  # other ranks go on
                 raise
-            finding = f"its first call differs from stock in {error.differences}"
-    if obstacle is not None and options.newer:
+            failed = Reason("audit-memory")
+        except VerificationError as error:
+            difference = error
+        obstacle = obstacle or failed
+        if failed is None:
+            break
+    if batch is not None and batch.is_run:
+        fused.runner.interrupt()
+    reason = shared_reason(model, _reason(model, fused, kind, call, difference, obstacle))
+    if reason is not None and options.verify:
+        raise difference or VerificationError(f"fastdpo: {reason}", str(reason))
+    return reason
+
+
+def _reason(
+    model: PreTrainedModel,
+    fused: FusedForward,
+    kind: str,
+    call: int,
+    difference: VerificationError | None,
+    obstacle: Reason | None,
+) -> Reason | None:
+    """Why calls go to the prior forward from now on, given how one differs, or why it could not be compared."""
+    options, is_first_of_newer = fused.options, bool(fused.options.newer) and call == 1
+    if difference is None and obstacle is None:
+        calls.outcomes[options.integration, "verified"] += 1
+    elif is_first_of_newer and difference is not None:
+        finding = f"its first call differs from stock in {difference.differences}"
+        return Reason("changed-calls", package=options.newer, finding=finding)
+    elif is_first_of_newer:
         finding = f"its calls cannot be compared with stock ones: {obstacle}"
-    elif obstacle is not None:
-        report(f"{name}: not verified, {obstacle.named}")
-    return None if finding is None else Reason("changed-calls", package=options.newer, finding=finding)
+        return Reason("changed-calls", package=options.newer, finding=finding)
+    elif difference is not None:
+        step, name, finding = training().done + 1, type(model).__name__, difference.differences
+        return Reason("different-calls", call=call, kind=kind, step=step, model=name, finding=finding)
+    elif call == 1:
+        message = f"{options.integration} ({options.role}): not verified, {cast(Reason, obstacle).named}"
+        (report if options.verify else warn)(message)
+    return None
 
 
 def _compare(
-    name: str, model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
+    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, args: tuple, kwargs: dict, call: int
 ) -> Reason | None:
     """Compares one call, with gradients if they are enabled, or returns why it cannot be compared. A model with dropout
-    is compared in evaluation mode. Parameters have no gradients meanwhile.
+    is compared without. Parameters have no gradients meanwhile. Without a batch, the prior forward runs as often.
 
     Raises:
         VerificationError: the two sides differ.
     """
-    is_random = fused.probe_result is not None and fused.probe_result.is_random
+    is_random = fused.is_random(model)
+    if batch is None:
+        with without_trace(model, leaves_out_dropout=is_random):
+            for _ in range(3):
+                prior_output(fused, args, kwargs)
+        return None
     label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
     if fused.options.rewards:
         label_mask, scores = label_mask.any(1, keepdim=True), fused.options.rewards.scored
@@ -136,30 +188,37 @@ def _compare(
         torch.manual_seed(0)
         return _outcome(model, label_mask, scores, *score(fused, *call))
 
-    unit = training_unit(model)
-    values: list[tuple[Any, str, Any]] = []
-    values += [(x, "p", 0.0) for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
-    values += [(x, "training", False) for x in model.modules() if is_random]
-    with forked_random_state(), with_values([NOT_REENTRANT, *values]), unwatched(model.parameters()):
+    unit, rounded = training_unit(model), None
+    with without_trace(model, leaves_out_dropout=is_random):
         with _as_before(model, fused):
             expected = outcome(_prior_results, args, kwargs)
-            with perturbed(layers_of(model), random_rounding, unit):
-                rounded = outcome(_prior_results, args, kwargs)
         # A recording needs two batches, and is compared with the layers when it is made.
         found = outcome(_fused_results, model, batch._replace(is_run=False), kwargs)
+        differences = [*_differences(label_mask, found, expected, expected, unit)]
+        if not all(x.explained for x in differences) or is_sharded(model):  # ranks run a model together equally often
+            with _as_before(model, fused), perturbed(layers_of(model), random_rounding, unit):
+                rounded = outcome(_prior_results, args, kwargs)
+            differences = [*_differences(label_mask, found, expected, rounded, unit)]
         if any(x.grad is not None for x in model.parameters()):  # by a `backward` inside of the backward pass
             return Reason("verified-checkpoints")
-    differences = [*_differences(label_mask, found, expected, rounded, unit)]
     wrong = ", ".join(str(x) for x in differences if not x.explained)
+    name = f"{fused.options.integration} ({fused.options.role})"
     if wrong:
         raise VerificationError(
             f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in "
-            f"{wrong}. No weight has been changed. Train without fastdpo, and report this",
+            f"{wrong}. {_since(call)}. Train without fastdpo, and report this",
             wrong,
         )
-    how = _how(fused, batch)
-    logger.info("fastdpo: %s: verified%s; differs in %s", name, how, ", ".join(map(str, differences)))
+    level, how = logging.INFO if call == 1 else logging.DEBUG, _how(fused, batch)
+    logger.log(level, "fastdpo: %s: verified%s; differs in %s", name, how, ", ".join(map(str, differences)))
     return None
+
+
+def _since(call: int) -> str:
+    """What a difference in a call says of the weights."""
+    if call == 1:
+        return "No weight has been changed"
+    return f"This is call {call}; call {call // 2} agreed"
 
 
 def _how(fused: FusedForward, batch: RunnableBatch) -> str:
@@ -180,11 +239,11 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> Results:
     """What the prior forward computes of a batch, [R, W]."""
     options = fused.options
     if fused.prior_scores:
-        output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
+        output = prior_output(fused, args, kwargs)
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in options.outputs})
         return logps, _other_results(fused, output)
     kwargs = {name: x for name, x in kwargs.items() if name != "logits_to_keep"}
-    output, targets = prior_logits(fused, args, kwargs), targets_of_call(kwargs)
+    output, targets = prior_output(fused, args, kwargs), targets_of_call(kwargs)
     if options.rewards:
         return TokenLogps(options.rewards.returned(output, targets != packing.IGNORE_INDEX)), {}
     logits = output.logits[:, : targets.shape[1]]

@@ -130,7 +130,7 @@ def test_a_model_whose_checkpointing_is_toggled_is_probed_once_in_each_mode(tmp_
     """TRL disables and enables gradient checkpointing in each step, and adds a hook each time."""
     probed, stock_probe = [], probe.probe
     # With checkpointing, the calls of a model do not tell a probe from a batch: count probes.
-    monkeypatch.setattr(probe, "probe", lambda model, device: probed.append(model) or stock_probe(model, device))
+    monkeypatch.setattr(probe, "probe", lambda model, *rest: probed.append(model) or stock_probe(model, *rest))
     arguments = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
     with fastdpo.patched("trl.DPOTrainer"):
         epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")

@@ -122,7 +122,7 @@ def forward_that_reads_positions(model: PreTrainedModel) -> None:
 
 @surgery(
     "forward of a layer replaced by one that reads shapes",
-    "LlamaForCausalLM cannot be run on padded rows: ValueError: an even number",
+    "LlamaForCausalLM cannot be run on packed tokens: ValueError: an even number",
 )
 def forward_that_reads_shapes(model: PreTrainedModel) -> None:
     def check(output):

@@ -1,0 +1,448 @@
+"""Calls 1, 2, 4, 8, ... of a model with code of users are compared with stock, so what no walk over it finds shows."""
+
+import functools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
+
+import fastdpo
+from fastdpo.models import deciding
+from fastdpo.models.examine import probe
+from tests.support import faults
+from tests.support.comparison import assert_same_bits
+from tests.support.kernels import recorder
+from tests.support.models.planted import Scaled, Wrapped, in_layers
+from tests.support.trl.dpo import LORA, tiny_model, train
+
+WORDS = 32
+MIXED = 0.5
+BEGINS, NOTICED, CALLS = 5, 8, 10
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids and labels of two pairs, [4, 11] each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(6, WORDS, (4, 11), generator=generator)
+    ids[2:, :6] = ids[:2, :6]
+    return ids, ids.masked_fill(torch.arange(11) < 5, -100)
+
+
+def llama(**config) -> nn.Module:
+    return tiny_model(**config).double().train()
+
+
+def own_logps(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    logps = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    targets = labels[:, 1:]
+    return logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
+
+
+def scored(model: nn.Module, seed: int = 0) -> tuple[str, Tensor]:
+    """The path of a call with gradients, and its log-probabilities."""
+    before, (ids, labels) = fastdpo.calls.copy(), batch(seed)
+    logps = fastdpo.score(model, ids, labels=labels).logps
+    logps.sum().backward()
+    ((_, _, path),) = {x for x in fastdpo.calls - before if x[2] != "replayed"}
+    return path, logps.detach()
+
+
+def assert_own(model: nn.Module, logps: Tensor, seed: int = 0) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(logps, own_logps(model, *batch(seed)), rtol=1e-9, atol=1e-9)
+
+
+class Mixing(Wrapped):
+    """Adds a share of a row's mean, which a function says."""
+
+    def __init__(self, inner: nn.Module, share):
+        super().__init__(inner)
+        self.__dict__["share"] = share
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) + float(self.share(self)) * hidden.mean(1, keepdim=True)
+
+
+SHARE = 0.0
+
+
+class Slots:
+    __slots__ = ("share",)
+
+
+def in_a_global(model):
+    in_layers(functools.partial(Mixing, share=lambda module: SHARE))(model)
+    return lambda value: globals().update(SHARE=value)
+
+
+def in_a_class(model):
+    kind = type("OfClass", (Mixing,), {"amount": 0.0})
+    in_layers(functools.partial(kind, share=lambda module: type(module).amount))(model)
+    return lambda value: setattr(kind, "amount", value)
+
+
+def in_a_tensor(model):
+    share = torch.zeros(())
+    in_layers(functools.partial(Mixing, share=lambda module: share))(model)
+    return share.fill_
+
+
+def in_a_frozen_parameter(model):
+    in_layers(functools.partial(Mixing, share=lambda module: module.amount))(model)
+    for layer in model.model.layers:
+        layer.mlp.amount = nn.Parameter(torch.zeros(()), requires_grad=False)
+    return lambda value: [layer.mlp.amount.data.fill_(value) for layer in model.model.layers]
+
+
+def in_an_array(model):
+    share = np.zeros(1)
+    in_layers(functools.partial(Mixing, share=lambda module: share[0]))(model)
+    return share.fill
+
+
+def in_slots(model):
+    slots = Slots()
+    slots.share = 0.0
+    in_layers(functools.partial(Mixing, share=lambda module: module.slots.share))(model)
+    for layer in model.model.layers:
+        layer.mlp.__dict__["slots"] = slots
+    return lambda value: setattr(slots, "share", value)
+
+
+def in_a_keyword(model):
+    share = functools.partial(lambda module, *, held: held["deep"]["deeper"]["deepest"][0], held=(held := {}))
+    held["deep"] = {"deeper": {"deepest": [0.0]}}
+    in_layers(functools.partial(Mixing, share=share))(model)
+    return lambda value: held["deep"]["deeper"]["deepest"].__setitem__(0, value)
+
+
+def beside_the_model(model):
+    state = SimpleNamespace(inner=SimpleNamespace(share=0.0))
+    in_layers(functools.partial(Mixing, share=lambda module: state.inner.share))(model)
+    return lambda value: setattr(state.inner, "share", value)
+
+
+PLACES = [
+    *(in_a_global, in_a_class, in_a_tensor, in_a_frozen_parameter, in_an_array, in_slots, in_a_keyword),
+    beside_the_model,
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda x: x.__name__)
+def test_a_fault_that_begins_later(place, caplog):
+    model = llama()
+    switch = place(model)
+    fastdpo.prepare(model)
+    paths = []
+    for call in range(1, CALLS + 1):
+        switch(MIXED if call >= BEGINS else 0.0)
+        path, logps = scored(model)
+        paths.append(path)
+        if call < BEGINS or call >= NOTICED:
+            assert_own(model, logps)
+    switch(0.0)
+    assert paths == ["fused"] * (NOTICED - 1) + ["stock"] * (CALLS - NOTICED + 1)
+    (message,) = caplog.messages
+    assert message.startswith("fastdpo: fastdpo.score (policy): not fused, call 8 (policy, step 1) of LlamaForCausalLM")
+    assert "stock -" in message
+    assert message.endswith("[different-calls]")
+
+
+def test_strict_mode_raises(monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    model = llama()
+    switch = in_an_array(model)
+    fastdpo.prepare(model)
+    for _ in range(NOTICED - 1):
+        scored(model)
+    switch(MIXED)
+    with pytest.raises(fastdpo.NotFused, match=r"call 8 .* differs from stock in log-probabilities by"):
+        scored(model)
+
+
+class OfTheRow(torch.autograd.Function):
+    """Returns hidden states as they are. Their gradient is scaled by the length of the row."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * (1 + gradient.shape[1] / 100)
+
+
+class WithGradientsOfTheRow(Wrapped):
+    is_on = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return OfTheRow.apply(self.inner(hidden)) if WithGradientsOfTheRow.is_on else self.inner(hidden)
+
+
+@pytest.mark.parametrize("begins", [1, 2])
+def test_a_fault_in_the_gradient_only(begins, monkeypatch, caplog):
+    faults.unnoticed_by_probes(monkeypatch)
+    model = llama()
+    in_layers(WithGradientsOfTheRow)(model)
+    fastdpo.prepare(model)
+    paths = []
+    for call in range(1, 4):
+        monkeypatch.setattr(WithGradientsOfTheRow, "is_on", call >= begins)
+        paths.append(scored(model)[0])
+    assert paths == ["fused"] * (begins - 1) + ["stock"] * (4 - begins)
+    (message,) = caplog.messages
+    assert f"call {begins} (policy" in message
+    assert "log-probabilities" not in message
+    assert "gradient of MLP by" in message
+
+
+def test_stock_models_are_not_audited(monkeypatch):
+    compared = []
+    monkeypatch.setattr("fastdpo.models.examine.verification._compare", lambda *args: compared.append(args))
+    model = fastdpo.prepare(llama())
+    assert [scored(model)[0] for _ in range(4)] == ["fused"] * 4
+    assert compared == []
+
+
+class Noisy(Scaled):
+    """Draws dropout by a function, and counts what its own generator would draw."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.dropout(super().forward(hidden), 0.2, self.training)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(peft_config=LoraConfig(**{**LORA, "lora_dropout": 0.3}), reference=None),
+        dict(gradient_checkpointing=True),
+    ],
+    ids=["full", "adapters with dropout", "checkpointing"],
+)
+@pytest.mark.parametrize("kind", [Scaled, Noisy], ids=lambda x: x.__name__)
+def test_no_trace(kind, options, tmp_path, monkeypatch, caplog):
+    """A training with audits is the same, to the bit, as one without, with the calls of hooks and random states."""
+    runs, states, seen = [], [], []
+    for audited in (False, True):
+        if not audited:
+            monkeypatch.setattr(deciding, "audit", lambda *args: None)
+        else:
+            monkeypatch.undo()
+        model, reference = tiny_model(), tiny_model(seed=1)
+        for each in (model, reference):
+            in_layers(kind)(each)
+        calls: list[int] = []
+        model.register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        torch.manual_seed(7)
+        random.seed(7)
+        with fastdpo.patched("trl.DPOTrainer"):
+            runs.append(train(tmp_path / str(audited), model, **{"reference": reference, **options}, max_steps=5))
+        states.append((torch.get_rng_state().tolist(), random.random()))
+        seen.append(len(calls))
+    assert_same_bits(*runs)
+    assert runs[0].logs == runs[1].logs
+    assert runs[0].calls == runs[1].calls
+    assert {path for _, path in runs[1].calls} == {"fused"}
+    assert states[0] == states[1]
+    assert seen[0] == seen[1] > 0
+    assert caplog.messages == []
+
+
+def of_the_configuration(model, number):
+    model.config.step = number
+
+
+def of_the_model(model, number):
+    model.global_step = number
+
+
+def of_a_layer(model, number):
+    model.model.layers[0].self_attn.step = number
+
+
+def of_a_list(model, number):
+    steps = vars(model.model.layers[1]).setdefault("steps", [])
+    steps.append(number)
+
+
+def of_a_buffer(model, number):
+    if "progress" not in dict(model.model.named_buffers(recurse=False)):
+        model.model.register_buffer("progress", torch.zeros(()))
+    model.model.progress.fill_(number)
+
+
+@pytest.mark.parametrize("plant", [lambda model: None, in_layers(Scaled)], ids=["stock", "own code"])
+@pytest.mark.parametrize("write", [of_the_configuration, of_the_model, of_a_layer, of_a_list, of_a_buffer])
+def test_a_number_that_is_written_in_each_step(write, plant, monkeypatch, caplog):
+    probed, own = [], probe.probe
+    monkeypatch.setattr(probe, "probe", lambda *args: probed.append(args) or own(*args))
+    model = llama()
+    plant(model)
+    fastdpo.prepare(model)
+    paths = []
+    for number in range(20):
+        write(model, number)
+        path, logps = scored(model, seed=number)
+        paths.append(path)
+        assert_own(model, logps, seed=number)
+    assert paths == ["fused"] * 20
+    assert len(probed) <= deciding.FREE_EXAMINATIONS
+    assert caplog.messages == []
+
+
+def test_a_number_that_comes_to_matter(caplog):
+    """A value changes in each step, and so is not examined any more, and mixes tokens in the end."""
+    model = llama()
+    in_layers(functools.partial(Mixing, share=lambda module: 0.0 if module.amount < 17 else MIXED))(model)
+    fastdpo.prepare(model)
+    paths = []
+    for number in range(20):
+        for layer in model.model.layers:
+            layer.mlp.amount = number
+        path, logps = scored(model)
+        paths.append(path)
+    assert paths[:17] == ["fused"] * 17
+    assert "[different-calls]" not in caplog.text  # call 16 was the last one that was compared
+    for number in range(20, 40):
+        for layer in model.model.layers:
+            layer.mlp.amount = number
+        path, logps = scored(model)
+    assert path == "stock"
+    assert_own(model, logps)
+    assert len(caplog.messages) == 1
+
+
+def mixed_by_class(monkeypatch):
+    own = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: own(self, x) + x.mean(1, keepdim=True))
+
+
+def other_masks(monkeypatch):
+    """Each token sees itself and the one before alone."""
+    own = modeling_llama.create_causal_mask
+
+    def create_causal_mask(*args, **kwargs):
+        mask, hidden = own(*args, **kwargs), kwargs["inputs_embeds"]
+        if mask is not None and mask.dtype == torch.int32:  # of fastdpo
+            return mask
+        places = torch.arange(hidden.shape[1])
+        distance = places[:, None] - places
+        return ((distance >= 0) & (distance < 2))[None, None].expand(len(hidden), 1, -1, -1)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_causal_mask)
+
+
+def other_positions(monkeypatch):
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        return own(q + q.mean(2, keepdim=True), k, cos, sin, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+
+
+def other_attention(monkeypatch):
+    own = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(query, key, value, *args, **kwargs):
+        return own(query, key, value.cumsum(2), *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+
+
+@pytest.mark.parametrize("change", [mixed_by_class, other_masks, other_positions, other_attention])
+def test_code_that_is_replaced_between_calls(change, monkeypatch, caplog):
+    """It is seen in the next call, as hooks are."""
+    model = fastdpo.prepare(llama())
+    assert [scored(model)[0] for _ in range(3)] == ["fused"] * 3
+    with monkeypatch.context() as replacing:
+        change(replacing)
+        path, logps = scored(model)
+        assert path == "stock"
+        assert_own(model, logps)
+    assert len(caplog.messages) == 1
+    path, logps = scored(model)
+    assert path == "fused"
+    assert_own(model, logps)
+
+
+class Turns(nn.Embedding):
+    """Adds a vector of the turn, of which a separator begins the next."""
+
+    separator = 4
+
+    def forward(self, ids: Tensor) -> Tensor:
+        turns = (ids == self.separator).cumsum(1)
+        return super().forward(ids) * (1 + turns[..., None] / 4)
+
+
+def test_separators_that_the_configuration_names(caplog):
+    model = llama(eos_token_id=Turns.separator)
+    model.model.embed_tokens.__class__ = Turns
+    fastdpo.prepare(model)
+    path, logps = scored(model)  # without any
+    assert path == "stock"
+    assert "[different-states]" in caplog.text
+    assert_own(model, logps)
+
+
+class Capacity(Wrapped):
+    """An expert for each of four kinds of tokens, with room for a part of the tokens of the batch."""
+
+    def __init__(self, inner: nn.Module, factor: float):
+        super().__init__(inner)
+        self.factor = factor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        expert = (flat[:, 0] > 0).long() + 2 * (flat[:, 1] > 0).long()
+        room = int(self.factor * len(flat) / 4)
+        place = functional.one_hot(expert, 4).cumsum(0)[torch.arange(len(flat)), expert]
+        return self.inner(hidden) * (place <= room).view(*hidden.shape[:2], 1)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_experts_with_a_capacity(factor, caplog):
+    model = llama()
+    in_layers(functools.partial(Capacity, factor=factor))(model)
+    fastdpo.prepare(model)
+    assert scored(model)[0] == "stock"
+    assert "[different-" in caplog.text
+
+
+class Scaling(Wrapped):
+    def __init__(self, inner: nn.Module, scale):
+        super().__init__(inner)
+        self.__dict__["scale"] = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) * (1 + self.scale())
+
+
+def test_replays_of_old_values(monkeypatch, caplog):
+    """A recording holds the value of a global. The layers run once a replay was compared."""
+    recorder.install(monkeypatch)
+    model = llama()
+    in_layers(functools.partial(Scaling, scale=lambda: SHARE))(model)
+    fastdpo.prepare(model)
+    replayed = []
+    for call in range(16):
+        globals().update(SHARE=0.0 if call < 7 else MIXED)
+        before = fastdpo.calls.copy()
+        path, logps = scored(model, seed=call % 2)
+        assert path == "fused"
+        replayed.append(any(x[2] == "replayed" for x in fastdpo.calls - before))
+    globals().update(SHARE=MIXED)
+    assert_own(model, logps, seed=1)
+    globals().update(SHARE=0.0)
+    assert True in replayed
+    assert not replayed[-1]
+    (message,) = caplog.messages
+    assert "[graphs-changed]" in message
