@@ -32,7 +32,7 @@ from .. import calls, gradients
 from ..pace import training
 from ..scoring import prior_output, score, targets_of_call
 from ..sharding import is_sharded, shared_reason
-from ..state import FusedForward, RunnableBatch, Verdict, install_head, restore_padded, switch_attention
+from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
 from .comparable import without_trace
 from .snapshot import restored
 
@@ -106,9 +106,11 @@ def audit(
     Raises:
         VerificationError: they differ, and `verify` was asked for.
     """
-    options, kind, is_shared = fused.options, fused.kind_of_call(model), is_sharded(model)
-    is_audited = options.verify or options.newer or cast(Verdict, fused.verdict).is_audited
-    if not is_audited or options.sequence_group is not None:
+    options, kind, verdict = fused.options, fused.kind_of_call(model), fused.verdict
+    if verdict is None or not (options.verify or options.newer or verdict.is_audited):
+        return None
+    is_shared = verdict.key.is_sharded
+    if (batch is None and not is_shared) or options.sequence_group is not None:
         return None
     fused.audited[kind, torch.is_grad_enabled()] += 1
     call = fused.audited[kind, torch.is_grad_enabled()]
