@@ -179,7 +179,7 @@ class Graphs:
     def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor], pace: Pace) -> Recording | None:
         """A recording that has taken a batch, if there is one, or if making one pays."""
         size = rounded_up(inputs["input_ids"].shape[1])
-        key = id(basis.verdict), bool(trained), size
+        key = id(basis.verdict), torch.is_grad_enabled(), size
         self._seen[key[1:]] += 1
         recording = self._recordings.pop(key, None)
         if recording is not None and (recording.state != basis.state(trained) or not recording.fill(inputs)):
@@ -214,7 +214,7 @@ class Graphs:
         """A new recording of so many tokens, by one batch, which has taken another one. None if it does not pay, if the
         batch needs more room, or, with a logged reason, if the model cannot be recorded.
         """
-        backbone = basis.backbone
+        backbone, is_differentiated = basis.backbone, torch.is_grad_enabled()
         try:
             if not has_room(inputs["input_ids"].device):
                 self._is_full = True
@@ -222,7 +222,7 @@ class Graphs:
                 return None
             if have_hooks(basis.tensors):  # since the verdict
                 raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
-            with pace.making(), torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
+            with pace.making(), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
                 recording = Recording(backbone, padded(first, size), room, trained, basis.state(trained))
                 if not recording.fill(inputs):
                     return None

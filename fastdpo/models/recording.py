@@ -158,8 +158,13 @@ class Recording:
     def distance_of(self, inputs: Inputs) -> float:
         """The largest relative distance of a replay from the layers for a batch that it has taken: of the states of
         each token, and, if there is a backward, of the gradients of all parameters.
+
+        Raises:
+            Unsupported: the layers differentiate by tensors that are not among the parameters.
         """
         hidden = run_layers(self.backbone, inputs)[0]  # [n, D]
+        if not {*map(id, leaves_of(hidden))} <= {*map(id, self.backbone.parameters())}:
+            raise Unsupported(Reason("graphs-tensors"))
         states = self.states(inputs, torch.arange(len(hidden), device=hidden.device))
         with torch.no_grad():
             apart, whole = _norms(states - hidden), _norms(hidden)  # [n]
@@ -284,6 +289,16 @@ def padded(inputs: Inputs, tokens: int) -> Inputs:
     mask = torch.frombuffer(bytearray(rows.padded(tokens).given), dtype=torch.int32).view(1, 1, -1, 4)
     index = torch.arange(tokens, device=inputs["input_ids"].device) % rows.tokens
     return {**inputs, **{name: inputs[name].index_select(1, index) for name in TOKENS}, "attention_mask": mask}
+
+
+def leaves_of(x: Tensor) -> Iterator[Tensor]:
+    """The tensors that autograd accumulates gradients in, in a backward pass from this one."""
+    seen: set[Any] = {x.grad_fn}
+    nodes = seen - {None}
+    while nodes:
+        yield from (node.variable for node in nodes if hasattr(node, "variable"))
+        nodes = {node for each in nodes for node, _ in each.next_functions} - seen - {None}
+        seen |= nodes
 
 
 def rows_in(inputs: Inputs) -> Rows:

@@ -351,6 +351,45 @@ def replace(model):
     layer.act_fn = torch.nn.Tanh()
 
 
+class Gated(torch.nn.Module):
+    """A layer with a gate that `owner` holds, by default itself."""
+
+    def __init__(self, inner, owner=None, of=lambda gate: gate):
+        super().__init__()
+        self.inner = inner
+        self.__dict__["owner"], self.__dict__["of"] = owner or (lambda: self), of
+        if owner is None:
+            self.gate = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.inner(x) * self.of(self.owner().gate)
+
+
+def gated(owner_of=lambda model: None, **options):
+    model = llama()
+    for layer in model.model.layers:
+        owner = owner_of(model)
+        layer.mlp = Gated(layer.mlp, owner and (lambda owner=owner: owner), **options)
+    return model
+
+
+def beside(model):
+    """A module that is no part of the model, but is copied with it."""
+    if "beside" not in vars(model):
+        vars(model)["beside"] = torch.nn.Module()
+        vars(model)["beside"].gate = torch.nn.Parameter(torch.ones(1))
+    return vars(model)["beside"]
+
+
+def of_the_model(model):
+    model.gate = torch.nn.Parameter(torch.ones(1))
+    return model
+
+
+def squared(gate):
+    return gate.square()
+
+
 CHANGES = {
     "weights in place": (lambda model: [p.data.mul_(1.5) for p in model.parameters()], True),
     "other memory": (write_data, False),
@@ -370,6 +409,52 @@ def test_changes(name):
     assert [twins.compare(given) for given in BATCHES] == [0, 1, 1, 1, 1]
     twins.change(change)
     assert [twins.compare(given) for given in BATCHES] == [int(is_same), 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_gates_that_are_replaced(value):
+    """Also by equal ones: replays would give gradients to the old ones."""
+    models = [fastdpo.prepare(gated().float().train(), compile=compile) for compile in (False, "auto")]
+    for i, given in enumerate(BATCHES * 2):
+        if i == 4:
+            for layer in (layer for model in models for layer in model.model.layers):
+                layer.mlp.gate = torch.nn.Parameter(torch.full((1,), value))
+        assert_close(*(step(model, given) for model in reversed(models)))
+        assert all(layer.mlp.gate.grad is not None for model in models for layer in model.model.layers)
+    assert replays() > 5
+
+
+OUTSIDE = {
+    "of the model": lambda: gated(of_the_model),
+    "of a module beside it": lambda: gated(beside),
+    "computed before": lambda: gated(beside, of=squared),
+    "under checkpointing": lambda: checkpointed(False, gated(beside)),
+    "under reentrant checkpointing": lambda: checkpointed(True, gated(beside)),
+    "of a frozen model": lambda: frozen_but_for_the_gate(gated(beside)),
+}
+
+
+def frozen_but_for_the_gate(model):
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_trained_tensors_that_are_no_parameters_of_the_backbone(name, caplog):
+    models = [OUTSIDE[name]().float().train() for _ in range(2)]
+    for model, compile in zip(models, (False, "auto"), strict=True):
+        fastdpo.prepare(model, compile=compile)
+    owners = [model if name == "of the model" else vars(model)["beside"] for model in models]
+    for given in BATCHES:
+        for owner in owners:
+            owner.gate.grad = None
+        steps = [step(model, given) for model in models]
+        assert_close(*reversed(steps))
+        torch.testing.assert_close(owners[1].gate.grad, owners[0].gate.grad)
+        assert owners[0].gate.grad.abs() > 0
+    assert replays() == 0
+    assert "layers use trained tensors that are not among their parameters [graphs-tensors]" in caplog.text
 
 
 def policy_and_reference(model, given):
