@@ -23,10 +23,10 @@ from ..logs import logger, report
 from ..models import forward
 from ..models.batch import as_current
 from ..models.calls import Counted, counted
-from ..models.parts import base_of, find_base, text_config, without_engines
+from ..models.parts import Wrapping, base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import MODELS, ForwardOptions, MakeOutput
-from ..models.structure import Wrapping, is_training
+from ..models.structure import is_training
 from ..reasons import Reason
 from . import switching
 from .admission.signatures import attribute_of, signature_difference

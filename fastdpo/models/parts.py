@@ -74,6 +74,27 @@ def passes_arguments_on(model: nn.Module) -> bool:
     return is_base
 
 
+class Wrapping:
+    """Remembers `passes_arguments_on` of models, until a module around their transformers model changes."""
+
+    def __init__(self) -> None:
+        # By id of a model: the modules from the outermost to the transformers model, how they were, and the answer.
+        self._known: dict[int, tuple[list[nn.Module], list[tuple], bool]] = {}
+
+    def passes_arguments_on(self, model: nn.Module) -> bool:
+        modules, was, passes = self._known.get(id(model), ([], None, False))
+        if was != [*map(_wrapping, modules)]:
+            modules = [*modules_around(model)]
+            passes = passes_arguments_on(model)
+            self._known[id(model)] = modules, [*map(_wrapping, modules)], passes
+        return passes
+
+
+def _wrapping(module: nn.Module) -> tuple:
+    hooks = {**module._forward_pre_hooks}, {**module._forward_pre_hooks_with_kwargs}
+    return type(module).forward, vars(module).get("forward"), [*module._modules.values()], *hooks
+
+
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """The first module around the transformers model inside of a model that may return something else than its output,
     or None if all of them are of packages whose wrappers return it.

@@ -35,7 +35,6 @@ from .contents import (
     plain_members,
 )
 from .functions import Code, name_of
-from .parts import modules_around, passes_arguments_on
 from .sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -46,11 +45,9 @@ MAX_IDENTITIES = 4
 
 _TENSORS = ("_parameters", "_buffers")
 
-_HOLDERS = (nn.ModuleList, nn.ModuleDict)
-"""Classes of modules that are not called. Only their children matter."""
-
 _variables_of = attrgetter("__dict__")  # faster than `vars`
 _children_of = attrgetter("_modules")
+_tensors_of = attrgetter(*_TENSORS)
 _registries_of = attrgetter("_modules", *_TENSORS, *HOOKS)
 _version_of = attrgetter("_version")
 _is_trained = attrgetter("requires_grad")
@@ -137,7 +134,7 @@ class Identity:
         others = self.modules[1:]
         self.called = [module for module in others if not _is_holder(module)]
         self._holders = [module for module in others if _is_holder(module)]
-        registries = [*map(_registries_of, self.called), *map(_parameters_in, self._holders)]
+        registries = [_tensors_of(model), *map(_registries_of, self.called), *map(_parameters_in, self._holders)]
         self._empty = [registry for registry in chain.from_iterable(registries) if not registry]
         self._parents = [module for module in others if len(module._modules) > 1]
         self._hooked = [module for module in self.called if has_additions(module)]
@@ -165,6 +162,11 @@ class Identity:
         self.form = hash((self.kinds, *own, *(x.form for x in of_modules)))
         self.hash = hash((self.code, *own))
         self._attributes = [cache[id(module)].attributes for module in self.called]
+        members = [vars(module)[name] for module in self.modules for name in self._copied[1:]]
+        members += [*map(vars, self.called), *(x for x in self._containers if isinstance(x, dict))]
+        self._single = [
+            (x, key, y) for x in members for key, y in x.items() if isinstance(y, Tensor) and y.numel() == 1
+        ]
         self._of_model_was = _copied(self._of_model(model), self._copied)
         self._others_were = self._others(model)
         self._children_were = [dict(module._modules) for module in self._holders]
@@ -180,6 +182,7 @@ class Identity:
             and are_equal(self._of_model(model), self._of_model_was)
             and are_equal(self._others(model), self._others_were)
             and self._code.is_unchanged()
+            and all(x[key] is y for x, key, y in self._single)  # equal ones may be others
         )
 
     def of_kind(self, kind: type | str) -> list[nn.Module]:
@@ -250,8 +253,10 @@ class Structure:
 
 
 def _is_holder(module: nn.Module) -> bool:
-    """Whether a module is not called, and has no parameters: a quarter of a model with LoRA is empty dictionaries."""
-    return type(module) in _HOLDERS or (type(module) is nn.ParameterDict and not any(_parameters_in(module)))
+    """Whether only the children of a module matter: a quarter of a model with LoRA is dictionaries, many of them empty,
+    that are not called.
+    """
+    return type(module) is nn.ModuleDict or (type(module) is nn.ParameterDict and not any(_parameters_in(module)))
 
 
 def _parameters_in(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -284,27 +289,6 @@ def is_training(model: PreTrainedModel) -> bool:
     known = nn.Module.train, PreTrainedModel.train  # which replaces kernels when the mode changes
     has_own = any(x.train not in known for x in {*map(type, inner)}) or any("train" in x for x in map(vars, inner))
     return not has_own and type(model).train in known and model.training and all(map(_is_training, inner))
-
-
-class Wrapping:
-    """Remembers `parts.passes_arguments_on` of models, until a module around their transformers model changes."""
-
-    def __init__(self) -> None:
-        # By id of a model: the modules from the outermost to the transformers model, how they were, and the answer.
-        self._known: dict[int, tuple[list[nn.Module], list[tuple], bool]] = {}
-
-    def passes_arguments_on(self, model: nn.Module) -> bool:
-        modules, was, passes = self._known.get(id(model), ([], None, False))
-        if was != [*map(_wrapping, modules)]:
-            modules = [*modules_around(model)]
-            passes = passes_arguments_on(model)
-            self._known[id(model)] = modules, [*map(_wrapping, modules)], passes
-        return passes
-
-
-def _wrapping(module: nn.Module) -> tuple:
-    hooks = {**module._forward_pre_hooks}, {**module._forward_pre_hooks_with_kwargs}
-    return type(module).forward, vars(module).get("forward"), [*module._modules.values()], *hooks
 
 
 def _of_kind(modules: Iterable[nn.Module], kind: type | str) -> list[nn.Module]:

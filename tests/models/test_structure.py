@@ -60,6 +60,10 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
     "parameter added": lambda model: mlp_of(model).down_proj._parameters.update(bias=nn.Parameter(torch.zeros(1))),
     "buffer of another dtype": lambda model: replaced(model.model.rotary_emb._buffers, "inv_freq", torch.Tensor.double),
     "class changed": lambda model: setattr(mlp_of(model), "__class__", type("Other", (type(mlp_of(model)),), {})),
+    "buffer of the model": lambda model: model.register_buffer("share", torch.ones(3)),
+    "parameter of the model": lambda model: model.register_parameter("share", nn.Parameter(torch.ones(3))),
+    "buffer of a list of layers": lambda model: model.model.layers.register_buffer("share", torch.ones(3)),
+    "buffer of the backbone": lambda model: model.model.register_buffer("share", torch.ones(3)),
     "attention changed": lambda model: model.set_attn_implementation("eager"),
 }
 
@@ -72,6 +76,45 @@ def test_a_change_is_seen(name):
     CHANGES[name](model)
     assert structure.identity(model).hash != before
     assert structure.identity(model).hash == Structure().identity(model).hash, "as if seen for the first time"
+
+
+def test_values_of_a_buffer_of_the_model_are_seen():
+    model, structure = tiny_model(), Structure()
+    structure.identity(model)
+    model.register_buffer("share", torch.zeros(1))
+    before = structure.identity(model).hash
+    model.share.fill_(0.5)
+    assert structure.identity(model).hash != before
+
+
+OF_ONE_NUMBER = {
+    "parameter": lambda layer: vars(layer)["_parameters"].update(gate=nn.Parameter(torch.ones(1))),
+    "scalar": lambda layer: vars(layer)["_parameters"].update(gate=nn.Parameter(torch.ones(()))),
+    "matrix": lambda layer: vars(layer)["_parameters"].update(gate=nn.Parameter(torch.ones(1, 1))),
+    "buffer": lambda layer: layer.register_buffer("gate", torch.ones(1)),
+    "attribute": lambda layer: setattr(layer, "gate", torch.ones(1)),
+    "entry": lambda layer: vars(layer).setdefault("gates", {}).update(gate=torch.ones(1)),
+    "parameter of a list": lambda layer: layer.register_parameter("0", nn.Parameter(torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["layer", "model"])
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_tensor_of_one_number_is_replaced_by_an_equal_one(name, of_model):
+    """Which is equal to the earlier one by value."""
+    if of_model and name in ("attribute", "entry"):
+        pytest.skip("those of the model itself are left out")
+    model, structure, write = tiny_model(), Structure(), OF_ONE_NUMBER[name]
+    place = model if of_model else mlp_of(model)
+    if name == "parameter of a list":
+        place.gates = place = nn.ParameterList()
+    write(place)
+    before = structure.identity(model)
+    assert structure.identity(model) is before
+    write(place)
+    after = structure.identity(model)
+    assert after is not before
+    assert after.hash == before.hash
 
 
 def test_a_hook_in_a_registry_that_replaced_an_equal_one_is_seen():
