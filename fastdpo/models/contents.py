@@ -28,7 +28,7 @@ Container = dict | list | set | deque
 DEPTH = 3
 """Up to this depth, containers in the attributes of a module are looked into."""
 
-_FOREIGN = (*harmless.CODE, "builtins", "functools", "types", "collections", "numpy", "datasets", "tokenizers")
+_FOREIGN = (*harmless.CODE, "builtins", "functools", "collections", "numpy", "datasets", "tokenizers")
 """Packages whose objects are not looked into."""
 
 

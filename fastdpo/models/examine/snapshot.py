@@ -6,8 +6,11 @@ leave no trace in them, and packed calls would leave other traces than those of 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -15,23 +18,61 @@ from torch import Tensor, nn
 
 from ..attachments import PLAIN
 from ..contents import Container, attributes_of, containers_in, copy_of, is_own, is_rotary, members_of
+from ..functions import inner_function, module_of
+from ..harmless import CODE, is_of
 from .comparable import is_quantized
+
+_KNOWN = (*CODE, "builtins")
+"""Packages whose code refers to no variables of users."""
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[list[str]]:
-    """After the block, the buffers and attributes of all modules, and what lists, dictionaries, sets and objects among
-    these hold, are as they were. Yields a list that then names those that had changed.
+    """After the block, the buffers and attributes of all modules, the variables of user code in them, and what lists,
+    dictionaries, sets and objects among these hold, are as they were. Yields a list that then names those that had
+    changed.
 
     Rotary embeddings may keep what follows the width of their last batch. This is restored as well, and not named.
     """
-    snapshots = [_Snapshot(name, module) for name, module in model.named_modules()]
+    variables, outside = _variables(model), nn.Module()
+    vars(outside).update({name: getattr(*x) for name, x in variables.items()})
+    snapshots = [_Snapshot(name, module) for name, module in (("", outside), *model.named_modules())]
     changed: list[str] = []
     try:
         yield changed
     finally:
+        vars(outside).update({name: getattr(*x) for name, x in variables.items()})
         for snapshot in snapshots:
             changed += snapshot.restore()
+        for name, x in variables.items():
+            setattr(*x, vars(outside)[name])
+
+
+def _variables(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """The variables outside of a model that user code in it refers to, by name, as attributes of objects: those of its
+    classes, and what their functions close over, read of modules, or have as defaults.
+    """
+    kinds = {kind for x in model.modules() for kind in type(x).__mro__ if not is_of(kind.__module__, _KNOWN)}
+    found: dict[str, tuple[Any, str]] = {
+        f"{kind.__qualname__}.{name}": (kind, name)
+        for kind in kinds
+        for name, x in vars(kind).items()
+        if not name.startswith("__") and not hasattr(x, "__get__")
+    }
+    seen, pending = set(), [x for owner in (*kinds, *model.modules()) for x in vars(owner).values() if callable(x)]
+    while pending:
+        function: Any = inspect.unwrap(inner_function(pending.pop()))
+        if function in seen or not isinstance(function, FunctionType) or is_of(module_of(function), _KNOWN):
+            continue
+        seen.add(function)
+        code, scope = function.__code__, sys.modules.get(module_of(function))
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        own = {name: (cell, "cell_contents") for name, cell in cells if cell != CellType()}  # one that is bound
+        own |= {name: (scope, name) for name in code.co_names if name in getattr(scope, "__dict__", ())}
+        own |= {"__defaults__": (function, "__defaults__")}
+        found |= {f"{function.__qualname__}.{name}": x for name, x in own.items()}
+        pending += [x for x in (getattr(*each) for each in own.values()) if callable(x)]
+    return found
 
 
 class _Snapshot:
