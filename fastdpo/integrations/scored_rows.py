@@ -194,7 +194,7 @@ def score(
     if isinstance(inputs, Reason):
         forward.record_fallback(model, integration, inputs)
         return stock(model)
-    output = model(**inputs, fused_lm_head=True)
+    output = model(**inputs, fused_lm_head=support.wrapping_reason(model) or True)
     return results(output) if isinstance(output, ScoredRows) else stock(lambda *args, **kwargs: output)
 
 

@@ -1,15 +1,15 @@
 """Code that others have attached to the modules of a model: hooks, and forwards that replace those of classes.
 
-A hook of user code on a module inside of the model sees the arguments and the outputs of that module, which are packed
-tokens in a fused call. Such a model runs as the trainer's own path has it for as long as the hook is there. Hooks on
-the model itself see its padded calls, and those on parameters the gradients of a step, so both may stay.
+A hook of user code on a module inside of the model, or a forward in the place of its own, sees the arguments and the
+outputs of that module, which are packed tokens in a fused call. Such a model runs as the trainer's own path has it for
+as long as the hook is there. What is attached to the model itself sees its padded calls, and may stay unless it expects
+logits that a fused call does not compute. Hooks on parameters see the gradients of a step, and may stay.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 
 from torch import nn
 from torch.nn.modules import module as hooks_of_all_modules
@@ -25,9 +25,12 @@ PLAIN = (bool, int, float, str, type(None))
 _hooks_of_all: list[dict[int, Callable]] = [getattr(hooks_of_all_modules, f"_global{name}") for name in HOOKS]
 
 
-def hooks_of(module: nn.Module) -> Iterator[Callable]:
-    for name in HOOKS:
+def hooks_of(module: nn.Module, names: Iterable[str] = HOOKS) -> Iterator[Callable]:
+    """The hooks in these attributes of a module, and those of accelerate, which are objects."""
+    for name in names:
         yield from vars(module)[name].values()
+    hook = vars(module).get("_hf_hook")
+    yield from getattr(hook, "hooks", () if hook is None else (hook,))  # one may stand for several
 
 
 def hooks_of_every_module() -> list[Callable]:
@@ -40,11 +43,8 @@ def is_hook_of_engine(hook: Callable) -> bool:
     return harmless.is_of(_written_in(hook), harmless.ENGINES)
 
 
-def user_hooks(modules: Iterable[nn.Module], known: tuple[str, ...] = harmless.HOOKING) -> list[Callable]:
-    """The hooks of modules, and those of every module, other than those of packages that are known not to look at
-    activations.
-    """
-    hooks = chain(hooks_of_every_module(), chain.from_iterable(map(hooks_of, modules)))
+def of_users(hooks: Iterable[Callable], known: tuple[str, ...] = harmless.HOOKING) -> list[Callable]:
+    """Hooks other than those of packages that are known not to look at activations."""
     return [hook for hook in hooks if not harmless.is_of(_written_in(hook), known)]
 
 

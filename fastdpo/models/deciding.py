@@ -104,7 +104,10 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
     ids, mask, options = kwargs.get("input_ids"), kwargs.get("attention_mask"), fused.options
     if ids is None or mask is None:
         return Reason("no-input-ids")
-    reason = options.rewards.unsupported_call_reason(model, kwargs) if options.rewards else None
+    if options.rewards:
+        reason = options.rewards.unsupported_call_reason(model, kwargs)
+    else:
+        reason = None if fused.prior_scores else support.output_reason(model)
     if reason is not None:
         return reason
     if labels_of_call(kwargs)[0] is None:

@@ -6,7 +6,7 @@ head, and returns per-token results in the padded shape. All other calls, and ba
 supported, go to the forward that the model had before.
 
 All of this happens inside `model(...)`, so that the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast
-see an ordinary call.
+see an ordinary call. A call with a `Reason` as `fused_lm_head` falls back for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .deciding import device_of
 from .functions import autocast_of
 from .parts import find_base, input_device_of, text_config
 from .running import Runner
-from .scoring import prior_output, score
+from .scoring import SCORING_ARGUMENTS, prior_output, score
 from .sharding import is_sharded
 from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
 from .structure import Structure
@@ -69,7 +69,10 @@ def install(
         while fused.forward is not forward:
             fused = cast(FusedForward, fused.inner)
         rewards = fused.options.rewards
-        if fused_lm_head or (rewards and rewards.every_call):
+        if isinstance(fused_lm_head, Reason) and self in MODELS:
+            record_fallback(self, fused.options.integration, fused_lm_head)
+            kwargs = {name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS}
+        elif fused_lm_head or (rewards and rewards.every_call):
             return _call(self, fused, args, kwargs)
         if fused.is_awaited:
             fused.is_awaited = False

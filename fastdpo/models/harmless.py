@@ -14,6 +14,8 @@ speed, with a logged reason. A new engine is an entry of `ENGINES`, and a new tr
 
 from __future__ import annotations
 
+import functools
+
 ENGINES = ("accelerate", "deepspeed", "torch.distributed")
 """Packages that distribute a model. Their hooks on a head only gather and release its weight, and
 their wrappers of a forward are for precision, device placement or counting.
@@ -95,6 +97,7 @@ ADAPTER_ENTRIES = {
 """Entries of an adapter's configuration that outputs in evaluation mode do not depend on."""
 
 
+@functools.cache
 def is_of(module: str | None, packages: tuple[str, ...]) -> bool:
     """Whether a module is one of these packages or lies in one of them."""
     return module is not None and any(module == name or module.startswith(f"{name}.") for name in packages)

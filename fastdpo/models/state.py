@@ -20,7 +20,7 @@ from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
 from . import attention, calls, harmless, head, pickling, sharding
-from .attachments import user_hooks
+from .attachments import hooks_of, of_users
 from .examine.probe import LeftPadding, ProbeResult
 from .facts import has_own_code, logit_transform, rope_limit
 from .mixers import finding
@@ -220,7 +220,7 @@ class Verdict(NamedTuple):
         routes = bool(getattr(text_config(model), "output_router_logits", False))
         of_model = backbone(model), head.head_of(model), vocabulary_of(model), rope_limit(model), routes
         has_own = has_own_code(model)
-        is_audited = has_own or has_changed or bool(user_hooks(backbone(model).modules(), harmless.MODULES))
+        is_audited = has_own or has_changed or any(of_users(hooks_of(x), harmless.MODULES) for x in backbone(model).modules())
         stores_all = has_own and bool(finding.mixers_of(model))
         of_code = logit_transform(text_config(model)), has_own, is_audited, stores_all
         return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)

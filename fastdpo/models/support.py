@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 from ..reasons import Reason
 from . import attention
-from .attachments import user_hooks
+from .attachments import HOOKS, hooks_of, hooks_of_every_module, of_users
 from .facts import rope_limit
 from .functions import forwards_of, inner_function, module_of, name_of
-from .harmless import FORWARD_WRAPPERS, is_of
+from .harmless import CODE, FORWARD_WRAPPERS, HOOKING, is_of
 from .head import head_of
 from .mixers import finding
-from .parts import language_model
+from .parts import PASSING, language_model, modules_around
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
     from transformers import PreTrainedModel
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -60,21 +63,53 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
 
 def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Returns why a model's logits are not those of its class's forward, or None if they are."""
-    for forward in forwards_of(model):
-        if inner_function(forward) is type(model).forward:
-            break
-        if not is_of(module_of(forward), FORWARD_WRAPPERS):
-            return Reason("replaced-forward", function=name_of(forward))
-    return None
+    forward = next(_forwards(model, FORWARD_WRAPPERS), None)
+    return None if forward is None else Reason("replaced-forward", function=name_of(forward))
+
+
+def output_reason(*modules: nn.Module) -> Reason | None:
+    """Returns what may expect logits in the output of these modules: hooks and forwards of user code. None if nothing
+    does.
+    """
+    return _hooks_reason("output-hooks", _attached(modules, HOOKS[1:], PASSING))
+
+
+def wrapping_reason(model: nn.Module) -> Reason | None:
+    """`output_reason` of the modules around the transformers model in a model, which cannot look at them itself."""
+    *around, _ = modules_around(model)
+    return output_reason(*around)
 
 
 def hooks_reason(model: PreTrainedModel) -> Reason | None:
-    """Returns which hooks of user code see the activations inside of a model, or None if none does. Hooks on the head
-    have a reason of their own (see `head.unsupported_reason`).
+    """Returns which hooks and replaced forwards of user code see the activations inside of a model, or None if none
+    does. Those of the head have reasons of their own (see `head.unsupported_reason`).
     """
     inside = (x for x in model.modules() if x is not model and x is not head_of(model))
-    names = sorted({*map(name_of, user_hooks(inside))})
-    return Reason("user-hooks", hooks=", ".join(names)) if names else None
+    attached = _attached(inside, HOOKS, (*HOOKING, *CODE))
+    return _hooks_reason("user-hooks", [*of_users(hooks_of_every_module()), *attached])
+
+
+def _hooks_reason(kind: str, hooks: list[Callable]) -> Reason | None:
+    names = sorted({*map(name_of, hooks)})
+    return Reason(kind, hooks=", ".join(names)) if names else None
+
+
+def _attached(modules: Iterable[nn.Module], names: tuple[str, ...], packages: tuple[str, ...]) -> list[Callable]:
+    """The hooks of users in these attributes of modules, and what code of other packages than these has set in the
+    place of their forwards, or around these.
+    """
+    return [x for module in modules for x in (*of_users(hooks_of(module, names)), *_forwards(module, packages))]
+
+
+def _forwards(module: nn.Module, packages: tuple[str, ...]) -> Iterator[Callable]:
+    for forward in forwards_of(module):
+        if inner_function(forward) is type(module).forward:
+            return
+        if is_of(module_of(forward), packages):
+            continue
+        # That of another class may be by the package `kernels`, on a module that says which kernels it has.
+        if "<locals>" in name_of(forward) or not hasattr(module, "kernel_layer_name"):
+            yield forward
 
 
 def rope_reason(model: PreTrainedModel, width: int) -> Reason | None:

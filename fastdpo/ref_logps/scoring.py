@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..models import forward
 from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
+from ..models.support import wrapping_reason
 from ..ops import token_logps
 from ..packing import IGNORE_INDEX
 
@@ -37,7 +38,8 @@ def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[
 
     def score(rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
         batch = {name: x.to(device) for name, x in pairs.collate(rows).items()}
-        output = model(**batch, **arguments, use_cache=False, fused_lm_head=True)
+        fused = wrapping_reason(model) or True
+        output = model(**batch, **arguments, use_cache=False, fused_lm_head=fused)
         logps = output if isinstance(output, Tensor) else _from_logits(output.logits, batch["labels"])  # [2B, L-1]
         if ld_alpha is not None:  # LD-DPO, arXiv 2409.06411
             scored = (batch["labels"][:, 1:] != IGNORE_INDEX).to(logps.device)

@@ -23,6 +23,7 @@ import fastdpo
 from fastdpo.models import attention
 from fastdpo.ops.choice import notes
 from tests.support.comparison import assert_trained_alike
+from tests.support.models.watching import as_of_an_engine
 from tests.support.stand_ins import hub_attention
 from tests.support.stand_ins.flash import stand_in
 from tests.support.trl.dpo import assert_fused, build, tiny_model, train
@@ -263,9 +264,8 @@ def test_a_layer_that_does_not_receive_the_layout_makes_the_model_fall_back(tmp_
     fastdpo.patch()
     model = tiny_model()
     build(tmp_path, model, tiny_model(seed=1))
-    monkeypatch.setattr(
-        model.model.layers[1].self_attn, "forward", lambda hidden_states, **kwargs: (hidden_states, None)
-    )
+    forward = as_of_an_engine(lambda hidden_states, **kwargs: (hidden_states, None))
+    monkeypatch.setattr(model.model.layers[1].self_attn, "forward", forward)
     before = fastdpo.calls.copy()
     model(**BATCH)
     assert fastdpo.calls - before == {("trl.DPOTrainer", "policy", "stock"): 1}

@@ -1,25 +1,28 @@
 """When a model is examined, in which order, and what that leaves behind."""
 
+import functools
 import gc
 import random
-from collections import Counter
+from collections import Counter, deque
+from types import MethodType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from peft import LoraConfig, VeloraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastdpo
-from fastdpo.models import compiled
+from fastdpo.models import compiled, forward
 from fastdpo.models.deciding import FREE_EXAMINATIONS
 from fastdpo.models.examine import probe
 from fastdpo.models.examine.snapshot import restored
 from fastdpo.models.state import state_of
 from tests.support.kernels import recorder
-from tests.support.models.planted import Counted, Scaled, in_layers
+from tests.support.models.planted import Counted, Scaled, Wrapped, in_layers
 from tests.support.models.trained_effects import compressed_activations
 from tests.support.trl.dpo import LORA, tiny_model, trained_adapter
 
@@ -277,3 +280,186 @@ def test_a_snapshot_restores_and_names_what_changed():
     with restored(module) as changed:
         pass
     assert changed == []
+
+
+KEPT: list = []
+LATEST = None
+NOTES = SimpleNamespace(latest=None)
+
+
+class Keeps(ModelHook):
+    def post_forward(self, module, output):
+        KEPT.append(output)
+        return output
+
+
+class KeepsArguments(ModelHook):
+    def pre_forward(self, module, *args, **kwargs):
+        KEPT.append(args[0])
+        return args, kwargs
+
+
+def by_hooks(*hooks):
+    return lambda mlp: add_hook_to_module(mlp, SequentialHook(*hooks) if len(hooks) > 1 else hooks[0])
+
+
+def by_a_closure(mlp, wraps=lambda function: function):
+    own = mlp.forward
+
+    def forward(x):
+        KEPT.append(own(x))
+        return KEPT[-1]
+
+    mlp.forward = wraps(forward)
+
+
+def method(self, x):
+    KEPT.append(type(self).forward(self, x))
+    return KEPT[-1]
+
+
+def by_a_partial(mlp):
+    mlp.forward = functools.partial(method, mlp)
+
+
+def by_a_method(mlp):
+    mlp.forward = MethodType(method, mlp)
+
+
+def by_wrapping_an_engine(mlp):
+    add_hook_to_module(mlp, AlignDevicesHook(execution_device="cpu"))
+    by_a_closure(mlp)
+
+
+ATTACHED = {
+    "hook of accelerate": by_hooks(Keeps()),
+    "hook of accelerate before calls": by_hooks(KeepsArguments()),
+    "several hooks of accelerate": by_hooks(AlignDevicesHook(), Keeps()),
+    "closure": by_a_closure,
+    "decorated closure": functools.partial(by_a_closure, wraps=torch.autocast("cpu", enabled=False)),
+    "partial": by_a_partial,
+    "method": by_a_method,
+    "around an engine's": by_wrapping_an_engine,
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "before"])
+@pytest.mark.parametrize("name", ATTACHED)
+def test_what_is_attached_to_a_layer_sees_rows(name, first, caplog):
+    KEPT.clear()
+    model = tiny_model().train()
+    if not first:
+        assert scored(fastdpo.prepare(model)) == "fused"
+    ATTACHED[name](model.model.layers[0].mlp)
+    fastdpo.prepare(model)
+    assert [scored(model), scored(model)] == ["stock", "stock"]
+    assert [x.shape[:2] for x in KEPT] == 2 * [IDS.shape]
+    assert "[user-hooks]" in caplog.text
+
+
+def test_a_replaced_forward_that_is_removed():
+    model = fastdpo.prepare(tiny_model().train())
+    by_a_closure(model.model.layers[0].mlp)
+    assert scored(model) == "stock"
+    del model.model.layers[0].mlp.forward
+    assert scored(model) == "fused"
+
+
+def closing_over(keep):
+    class Closing(Wrapped):
+        def forward(self, x):
+            return keep(self.inner(x))
+
+    return Closing
+
+
+def closing_over_a_variable():
+    latest = None
+
+    class Closing(Wrapped):
+        def forward(self, x):
+            nonlocal latest
+            latest = self.inner(x)
+            return latest
+
+    return Closing, lambda: latest
+
+
+def kept(x):
+    KEPT.append(x)
+    return x
+
+
+class OfAGlobalList(Wrapped):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        KEPT.append(self.inner(x))
+        return KEPT[-1]
+
+
+class OfAGlobalVariable(Wrapped):
+    def forward(self, x):
+        global LATEST
+        LATEST = self.inner(x)
+        return LATEST
+
+
+class OfItsClass(Wrapped):
+    latest = None
+    outputs: ClassVar[deque] = deque()
+
+    def forward(self, x):
+        OfItsClass.latest = self.inner(x)
+        self.outputs.append(self.latest)
+        return self.latest
+
+
+class OfADefault(Wrapped):
+    def forward(self, x, outputs=KEPT):
+        outputs.append(self.inner(x))
+        return outputs[-1]
+
+
+class OfANamespace(Wrapped):
+    def forward(self, x):
+        NOTES.latest = self.inner(x)
+        return NOTES.latest
+
+
+class OfNorms(Wrapped):
+    def forward(self, x):
+        KEPT.append(float(x.detach().norm()))
+        return self.inner(x)
+
+
+Closing, latest_of_closing = closing_over_a_variable()
+
+OUTSIDE = {
+    "list of the file": (OfAGlobalList, lambda: KEPT),
+    "variable of the file": (OfAGlobalVariable, lambda: [LATEST]),
+    "attribute of the class": (OfItsClass, lambda: [OfItsClass.latest, *OfItsClass.outputs]),
+    "default": (OfADefault, lambda: KEPT),
+    "namespace": (OfANamespace, lambda: [NOTES.latest]),
+    "numbers": (OfNorms, lambda: KEPT),
+    "function that is closed over": (closing_over(kept), lambda: KEPT),
+    "method of a list that is closed over": (closing_over(lambda x: KEPT.append(x) or x), lambda: KEPT),
+    "variable that is closed over": (Closing, lambda: [latest_of_closing()]),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_a_layer_keeps_outside_of_it(name, monkeypatch, caplog):
+    """Nothing of the probe is left there, and calls of the trainer's own path follow."""
+    KEPT.clear()
+    kind, present = OUTSIDE[name]
+    model = tiny_model().train()
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    fastdpo.prepare(model)
+    before = [*present()]
+    seen, own = [], forward.prior_output
+    monkeypatch.setattr(forward, "prior_output", lambda *args: seen.append([*present()]) or own(*args))
+    assert [scored(model), scored(model)] == ["stock", "stock"]
+    assert len(seen[0]) == len(before)
+    assert all(x is y for x, y in zip(seen[0], before, strict=True)), "as before the probe"
+    assert {x.shape[:2] for x in present() if isinstance(x, torch.Tensor)} <= {IDS.shape}
+    assert "[keeps-state]" in caplog.text

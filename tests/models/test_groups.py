@@ -14,6 +14,7 @@ from fastdpo.ops.attention import pieces
 from fastdpo.packing import IGNORE_INDEX
 from tests.support.comparison import double
 from tests.support.models.families import FUSED, HYBRID, kind
+from tests.support.models.watching import as_of_an_engine
 from tests.support.trl.dpo import tiny_model
 
 EXACT = 1e-12
@@ -61,7 +62,7 @@ def model_of(name: str) -> PreTrainedModel:
     model = double(tiny_model(kind(name) if name in FAMILIES else name, **options | dict(max_position_embeddings=512)))
     for module in model.modules():
         if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm"):
-            module.forward = functools.partial(_rms_norm, module)
+            module.forward = functools.partial(as_of_an_engine(_rms_norm), module)
     return model.eval()
 
 

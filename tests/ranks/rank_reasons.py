@@ -230,7 +230,9 @@ NOT_OF_ONE_RANK = {
     "ids-outside": "the model's own forward raises an error at such an id",
     "cannot-install": "ranks have the same packages",
     "no-labels": "TRL's own fused head raises an error in such a call",
-    "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",
+    **dict.fromkeys(
+        ("replaced-forward", "output-hooks"), "of trainers that read logits: tests/models/test_calls_of_ranks.py"
+    ),
     "rope-width": "a reason of options of patch(), not of a call",
     "sequence-model": "of ranks that share each batch: tests/models/test_sequence_refusals.py",
     "no-head": "a model without a head computes no log-probabilities in stock either",

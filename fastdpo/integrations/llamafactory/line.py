@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.functions import module_of
 from ...models.parts import base_of
+from ...models.support import wrapping_reason
 from ...reasons import Reason
 from ..line import TrainerLine, arguments_of
 from ..scored_rows import ScoredRows
@@ -79,7 +80,7 @@ class FactoryLine(TrainerLine):
             reason = Reason("batch-entries", names=", ".join(sorted(others)))
             forward.record_fallback(model, self.name, reason)
             return None
-        output = model(**inputs, return_dict=True, use_cache=False, fused_lm_head=True)
+        output = model(**inputs, return_dict=True, use_cache=False, fused_lm_head=wrapping_reason(model) or True)
         self.state_of(trainer).has_fused |= isinstance(output, ScoredRows)
         return output
 

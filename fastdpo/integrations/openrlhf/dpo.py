@@ -20,6 +20,7 @@ from ...models import forward
 from ...models.batch import inputs_once
 from ...models.parts import base_of
 from ...models.state import ForwardOptions
+from ...models.support import wrapping_reason
 from ...packing import IGNORE_INDEX
 from ..scored_rows import Inputs, ScoredRows
 from .line import OpenRLHFLine, strategy_unsupported_reason
@@ -92,7 +93,7 @@ def score(trainer: DPOTrainer, actor: Actor, rows: Inputs, prompt_lengths: list[
     config = base_of(actor, "openrlhf").config
     if hasattr(config, "output_router_logits"):  # the actor sets it, whether it is needed or not
         inputs["output_router_logits"] = trainer.aux_loss
-    output = actor.model(**inputs, fused_lm_head=True)
+    output = actor.model(**inputs, fused_lm_head=wrapping_reason(actor.model) or True)
     if isinstance(output, ScoredRows):
         sums, aux_loss = output.sums(), output.aux_loss
         means = sums / output.counts()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...models import forward
+from ...models import forward, support
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
@@ -40,7 +40,8 @@ class LogitsLine(PaddedBudgetLine):
         state = self.state_of(trainer)
 
         def add_labels(module, args, kwargs):
-            return None if state.running is None else (args, {**kwargs, "labels": state.running, "fused_lm_head": True})
+            scores = {"labels": state.running, "fused_lm_head": support.wrapping_reason(module) or True}
+            return None if state.running is None else (args, {**kwargs, **scores})
 
         self.replacements.on_undo(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
 

@@ -80,7 +80,7 @@ class OperateAfterThePolicy(TrainerCallback):
 PACKED_STATES = "the packed hidden states of LlamaForCausalLM differ"
 BETWEEN = {
     surgeries.layer_written_to_modules: PACKED_STATES,
-    surgeries.forward_written_to_attributes: PACKED_STATES,
+    surgeries.forward_written_to_attributes: "hooks on its modules",
     surgeries.hooks_written_to_attributes: "hooks on its modules",
     surgeries.layer_of_another_class: PACKED_STATES,
 }

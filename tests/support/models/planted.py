@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -132,9 +132,10 @@ def eager_attention_of_its_own(model: Model) -> None:
     own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     names = own.__globals__ | {"__name__": __name__, "eager_attention_forward": sharper}
     forward = FunctionType(own.__code__, names, argdefs=own.__defaults__)
+    kind = type("Sharper", (modeling_llama.LlamaAttention,), {"forward": forward, "__module__": __name__})
     model.set_attn_implementation("eager")
     for layer in layers_of(model):
-        layer.self_attn.forward = MethodType(forward, layer.self_attn)
+        layer.self_attn.__class__ = kind
 
 
 def hook(model: Model) -> None:

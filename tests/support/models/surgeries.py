@@ -15,7 +15,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.support.models.watching import change
 from tests.support.trl.dpo import LORA, WORDS
 
 Operation = Callable[[PreTrainedModel], None]
@@ -104,7 +103,10 @@ def hook_before_the_head(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: args)
 
 
-@surgery("hook on a layer", "hooks on its modules see its activations: hook_on_a_layer.<locals>.<lambda>")
+@surgery(
+    "hook on a layer",
+    "hooks on its modules see its activations: hook_on_a_layer.<locals>.<lambda>",
+)
 def hook_on_a_layer(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.25)
 
@@ -115,27 +117,57 @@ def hook_of_gradients(model: PreTrainedModel) -> None:
         weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-@surgery("forward of a layer replaced by one that reads positions", DIFFER)
-def forward_that_reads_positions(model: PreTrainedModel) -> None:
-    change(model.model.layers[0].mlp, lambda output: torch.cat([output[:, :1] + 1.0, output[:, 1:]], 1))
+class Around(nn.Module):
+    """A layer around another one."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+
+class ReadsPositions(Around):
+    def forward(self, hidden):
+        output = self.inner(hidden)
+        return torch.cat([output[:, :1] + 1.0, output[:, 1:]], 1)
+
+
+@surgery("layer wrapped by one that reads positions", DIFFER)
+def layer_that_reads_positions(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = ReadsPositions(model.model.layers[0].mlp)
+
+
+class ReadsShapes(Around):
+    def forward(self, hidden):
+        if len(hidden) % 2:
+            raise ValueError("an even number of rows was expected")
+        return self.inner(hidden)
 
 
 @surgery(
-    "forward of a layer replaced by one that reads shapes",
+    "layer wrapped by one that reads shapes",
     "LlamaForCausalLM cannot be run on packed tokens: ValueError: an even number",
 )
-def forward_that_reads_shapes(model: PreTrainedModel) -> None:
-    def check(output):
-        if len(output) % 2:
-            raise ValueError("an even number of rows was expected")
-        return output
-
-    change(model.model.layers[0].mlp, check)
+def layer_that_reads_shapes(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = ReadsShapes(model.model.layers[0].mlp)
 
 
-@surgery("forward of a layer replaced")
+class Halved(Around):
+    def forward(self, hidden):
+        return self.inner(hidden) * 0.5
+
+
+@surgery("layer wrapped")
+def wrapped_layer(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp = Halved(model.model.layers[1].mlp)
+
+
+@surgery(
+    "forward of a layer replaced",
+    "hooks on its modules see its activations: forward_of_a_layer.<locals>.<lambda>",
+)
 def forward_of_a_layer(model: PreTrainedModel) -> None:
-    change(model.model.layers[1].mlp, lambda output: output * 0.5)
+    stock = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda hidden: stock(hidden) * 0.5
 
 
 @surgery("layer replaced")
@@ -189,7 +221,10 @@ def weight_written_to_parameters(model: PreTrainedModel) -> None:
     weights["weight"] = weights["weight"].detach().as_subclass(MixesTokensWeight)
 
 
-@surgery("forward of a layer written to `vars(module)`", DIFFER)
+@surgery(
+    "forward of a layer written to `vars(module)`",
+    "hooks on its modules see its activations: forward_written_to_attributes.<locals>.<lambda>",
+)
 def forward_written_to_attributes(model: PreTrainedModel) -> None:
     mlp = model.model.layers[0].mlp
     stock = mlp.forward

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tests.support.comparison import sharpen
-from tests.support.models.planted import Planted
+from tests.support.models.planted import Planted, Wrapped, in_layers
 from tests.support.models.watching import change
 
 
@@ -98,6 +98,11 @@ def _noisy(module: nn.Module, output: Tensor) -> Tensor:
     return output + torch.empty_like(output).uniform_(-bound, bound)
 
 
+class Noisy(Wrapped):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _noisy(self, self.inner(hidden))
+
+
 def noise_by_a_hook(model: PreTrainedModel) -> None:
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: _noisy(module, output))
 
@@ -128,7 +133,8 @@ EFFECTS = {
     "compressed activations": Planted(compressed_activations, ("different-gradients",)),
     "clipping per row": Planted(clipping_per_row, ("user-hooks",)),
     "noise by a hook": Planted(noise_by_a_hook, ("user-hooks",)),
-    "noise by a forward": Planted(noise_by_a_forward, ("unknown-randomness",)),
+    "noise by a forward": Planted(noise_by_a_forward, ("user-hooks",)),
+    "noise by a layer": Planted(in_layers(Noisy), ("unknown-randomness",)),
     "positions in training": Planted(position_in_training, ("different-states",)),
     "compiled layers": Planted(compiled_layers),
 }
