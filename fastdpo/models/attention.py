@@ -1,11 +1,13 @@
 """Packed attention as an attention implementation of transformers.
 
-    attention.switch(model)  # the model now takes packed batches as well
-    hidden = model.base_model(**attention.inputs_of(layout, input_ids)).last_hidden_state  # [1, T, D]
+    attention.switch(model)
+    with attention.named(attention.configs_of(model)):  # the model takes packed batches as well
+        hidden = model.base_model(**attention.inputs_of(layout, input_ids)).last_hidden_state  # [1, T, D]
     attention.restore(model)
 
-Only the language model of a multimodal model is switched. Its image and audio towers keep their
-attention.
+Modules look up their attention in configurations by a name, which is that of packed attention in packed calls only, and
+where a backward pass runs their checkpointed layers again. Between these, nothing of fastdpo shows in a configuration.
+Only the language model of a multimodal model takes packed batches. Its image and audio towers keep their attention.
 
 A `Layout` reaches the attention layers as a 4-D int32 attention mask that stays on the CPU
 (`Layout.mask`): transformers passes 4-D masks on untouched, both kinds of gradient checkpointing
@@ -16,14 +18,16 @@ model's prior implementation, padding masks included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..ops.attention import routes
 from ..ops.attention.flash import use_build
@@ -35,7 +39,7 @@ from .mixers.current import Witness
 from .parts import language_model, text_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 HUB_REPOSITORIES = tuple(
     f"kernels-community/{name}"
@@ -47,12 +51,22 @@ its package is not installed.
 
 FLASH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", *HUB_REPOSITORIES)
 SUPPORTED_PRIORS = ("sdpa", "eager", *FLASH_IMPLEMENTATIONS)
-"""Attention implementations that `switch` can replace, without the revision of a repository."""
+"""Attention implementations that packed attention can replace, without the revision of a repository."""
 
-PREFIX = "fastdpo_"
-_SHORT = {"flash_attention_": "fa"}
-_SHORT_IN_REPOSITORIES = {"/": "~~", "flash": "f~sh"}
-"""For a name that contains "flash" or a slash, transformers looks for a package or on the Hub."""
+_NAME = "_attn_implementation_internal"
+"""The attribute of a configuration that holds the name of its attention implementation."""
+
+_packed_names: dict[str, str] = {}
+"""The name of packed attention in the place of each implementation."""
+
+_own_names: dict[str, str] = {}
+"""The inverse of `_packed_names`."""
+
+_holders: Counter[int] = Counter()
+"""How many packed calls and backward passes there are now that run by each configuration, by its id."""
+
+_lock = threading.RLock()
+"""Of `_holders`. Threads may run models that share a configuration."""
 
 IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """Arguments that some model families pass to their attention and that
@@ -66,9 +80,9 @@ attention in its place must not add them.
 
 
 @contextmanager
-def witness() -> Iterator[Witness]:
-    """Records the attention calls and the mixers of the block, which proves that every layer received
-    the layout.
+def witness(model: PreTrainedModel) -> Iterator[Witness]:
+    """Records the attention calls and the mixers of the block, in which a switched model's configurations name packed
+    attention (see `named`). This proves that every layer received the layout.
 
     Attention dropout is recorded, but not applied. The calls are not those of a training, whose dtype
     may be another one under autocast.
@@ -76,53 +90,84 @@ def witness() -> Iterator[Witness]:
     recorded = Witness()
     token = current.witness.set(recorded)
     try:
-        with routes.trial():
+        with named(configs_of(model)), routes.trial():
             yield recorded
     finally:
         current.witness.reset(token)
 
 
 def switch(model: PreTrainedModel) -> None:
-    """Sets a transformers model to packed attention.
-
-    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted
-    before. A model that was not switched raises an error when it is given one.
-
-    Raises:
-        RuntimeError: the model does not accept the implementation.
+    """Has a transformers model accept `Layout.mask` as an attention mask, next to everything it accepted before, where
+    its configurations name packed attention (see `named`). Elsewhere, it raises an error when it is given one.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    prior = implementation(model)
-    if repository(prior) in HUB_REPOSITORIES:
-        _use_loaded_build(prior)
-    name = packed_name(prior)
-    AttentionInterface.register(name, _attention(prior))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
-    language_model(model).set_attn_implementation(name)
-    if present(model) != name:
-        got = present(model)
-        raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {got}")
-    _hooks_of_mixers().switch(model)
+    from .mixers import hooks  # imports Dynamo and, by that, Triton
+
+    for own in {*map(_own_name, configs_of(model))}:
+        if repository(own) in HUB_REPOSITORIES:
+            _use_loaded_build(own)
+        # For a name that contains "flash" or a slash, transformers would look for a package or on the Hub.
+        name = _packed_names[own] = f"fastdpo_{own}".replace("flash", "fl").replace("/", "_")
+        _own_names[name] = own
+        AttentionInterface.register(name, _attention(own))
+        AttentionMaskInterface.register(name, lambda *x, own=own, **y: ALL_MASK_ATTENTION_FUNCTIONS[own](*x, **y))
+    hooks.switch(model)
 
 
 def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
-    """Sets a model back to the implementation that it had before `switch`, unless it has another by now.
-
-    Modules look up their attention in the configuration of the model that they were made for. Where a model has layers
-    of another one, the configuration of that one is set back, too.
+    """Undoes `switch`.
 
     Args:
         model: the model.
         kept: modules of other switched models, which go on taking packed batches.
     """
-    read = {id(x): x for x in (text_config(model), *map(_config_of, language_model(model).modules()))}
-    for number in read.keys() - {id(_config_of(module)) for module in kept}:
-        name = getattr(read[number], "_attn_implementation", None) or ""
-        if name.startswith(PREFIX):
-            read[number]._attn_implementation = prior_of(name)
-    _hooks_of_mixers().restore(model, kept)
+    from .mixers import hooks
+
+    hooks.restore(model, kept)
+
+
+@contextmanager
+def named(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+    """In the block, the `configs_of` a switched model name packed attention. Calls without a layout run as under its
+    own implementation then, padding masks included.
+    """
+    _hold(configs, 1)
+    try:
+        yield
+    finally:
+        _hold(configs, -1)
+
+
+def run(configs: Sequence[PretrainedConfig], function: Callable, *args: Any) -> Any:
+    """Returns what a function returns that runs packed tokens, while these configurations name packed attention.
+
+    They name it again in each backward pass, from where it reaches a tensor of the result until it ends or raises.
+    There, checkpointed layers run again and look up their attention anew, whatever checkpoints them and in whichever
+    thread.
+    """
+    with named(configs):
+        results = function(*args)
+
+    def name_again(_: Tensor) -> None:
+        naming, engine = ExitStack(), cast(Any, torch.autograd.Variable._execution_engine)
+        naming.enter_context(named(configs))
+        engine.queue_callback(naming.close)  # dropped if the pass raises an error, which ends `named`, too
+
+    for x in tree_leaves(results) if configs else ():
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(name_again)
+    return results
+
+
+def _hold(configs: Sequence[PretrainedConfig], holders: int) -> None:
+    """Adds to the number of holders of configurations, which name packed attention for as long as they have any."""
+    with _lock:
+        for config in configs:
+            _holders[id(config)] += holders
+            own = _own_name(config)
+            vars(config)[_NAME] = _packed_names.get(own, own) if _holders[id(config)] else own
 
 
 def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
@@ -164,11 +209,8 @@ def _attention(prior: str) -> Callable:
         if prior == "sdpa":
             for name in IGNORED_BY_SDPA:
                 kwargs.pop(name, None)
-        if attention_mask.shape[1] > 1:
-            return sequence_group.attend(
-                _packed_forward, module, query, key, value, attention_mask, *args, **kwargs
-            ), None
-        return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
+        run = partial(sequence_group.attend, _packed_forward) if attention_mask.shape[1] > 1 else _packed_forward
+        return run(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward
 
@@ -255,26 +297,27 @@ def _use_loaded_build(prior: str) -> None:
         use_build(module)
 
 
-def _config_of(module: nn.Module) -> Any:
-    """The configuration that a module looks up its attention in, or None."""
-    return vars(module).get("config")
-
-
-def _hooks_of_mixers() -> ModuleType:
-    """Imported late: it imports Dynamo and, by that, Triton."""
-    from .mixers import hooks
-
-    return hooks
-
-
 def implementation(model: PreTrainedModel) -> str:
-    """The model's attention implementation, or the one that it had before `switch`."""
-    return prior_of(present(model) or "eager")
+    """The model's own attention implementation."""
+    return _own_name(text_config(model))
 
 
-def present(model: PreTrainedModel) -> str | None:
-    """The model's attention implementation."""
-    return text_config(model)._attn_implementation
+def functions_of(model: PreTrainedModel) -> tuple[str, Callable | None, Callable | None]:
+    """The name of a model's own attention implementation, and the functions that transformers has for it: the
+    attention, which is None if that is eager, and what makes its masks.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = implementation(model)
+    return name, ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+
+
+def configs_of(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """The configurations that the modules of a model's language model look up their attention in."""
+    modules = language_model(model).modules()
+    found: dict[int, Any] = {id(x): x for x in (text_config(model), *(vars(y).get("config") for y in modules))}
+    return [x for x in found.values() if getattr(x, _NAME, None)]
 
 
 def repository(name: str) -> str:
@@ -282,40 +325,6 @@ def repository(name: str) -> str:
     return name.partition(":")[0].partition("@")[0].strip()
 
 
-@cache
-def packed_name(prior: str) -> PackedName:
-    """The name of packed attention in the place of an implementation."""
-    for long, short in (_SHORT_IN_REPOSITORIES if "/" in prior else _SHORT).items():
-        prior = prior.replace(long, short)
-    return PackedName(PREFIX + prior)
-
-
-def prior_of(name: str) -> str:
-    """The inverse of `packed_name`. Other names stay as they are."""
-    if not name.startswith(PREFIX):
-        return name
-    prior = name.removeprefix(PREFIX)
-    for long, short in (_SHORT_IN_REPOSITORIES if _SHORT_IN_REPOSITORIES["/"] in prior else _SHORT).items():
-        prior = prior.replace(short, long)
-    return prior
-
-
-class PackedName(str):
-    """The name of a packed attention. Copies and pickles of a configuration hold the prior name
-    instead.
-
-    A copy of a model is not switched, and another process has not registered the packed attention.
-
-    The compiler of torch 2.11 finds it in a dictionary only if it is the key itself (see `packed_name`), and traces
-    those of its methods that are written in Python.
-    """
-
-    __slots__ = ()
-
-    def startswith(self, prefix: str | tuple[str, ...], *bounds: int) -> bool:
-        if isinstance(prefix, str) and len(prefix) <= len(PREFIX) and not bounds:
-            return PREFIX.startswith(prefix)
-        return super().startswith(prefix, *bounds)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (prior_of(self),)
+def _own_name(config: PretrainedConfig) -> str:
+    name = config._attn_implementation or "eager"
+    return _own_names.get(name, name)

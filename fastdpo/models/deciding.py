@@ -161,12 +161,12 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     if given is None:
         layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
-        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), is_run=is_run)
+        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), (), verdict.configs, is_run=is_run)
         reason = _length_reason(model, fused, packed, layout_of, kwargs) if verdict.has_own_code else None
     elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     else:
-        packed = images.pack(model, batch, given, layout_of)
+        packed = images.pack(model, batch, given, layout_of)._replace(configs=verdict.configs)
         reason = images.examined_reason(model, fused, packed, images.padded_inputs(kwargs))
     if reason is not None:
         raise NotPackable(reason)
@@ -231,7 +231,7 @@ def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) ->
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    return RunnableBatch(layout, images.padded_inputs(kwargs), args, verdict.scoring_reason is not None)
+    return RunnableBatch(layout, images.padded_inputs(kwargs), args, bare_head=verdict.scoring_reason is not None)
 
 
 def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:

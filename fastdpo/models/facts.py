@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from . import attention
 from .functions import Code, forwards_of, module_of
 from .harmless import CODE, KERNELS, is_of
 from .parts import text_config
@@ -39,12 +40,13 @@ def rope_limit(model: PreTrainedModel) -> int | None:
 
 
 def has_own_code(model: PreTrainedModel) -> bool:
-    """Whether classes of a model's modules, forwards in their place, or functions of their modeling files come from
-    packages that are not known.
+    """Whether classes of a model's modules, forwards in their place, or functions of their modeling files and of its
+    attention come from packages that are not known.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     functions = [x for module in model.modules() for x in forwards_of(module)]
     functions += [x for x in Code(kinds).functions if isinstance(x, FunctionType | BuiltinFunctionType)]
+    functions += [x for x in attention.functions_of(model)[1:] if x is not None]
     written_in = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
     written_in |= {name for name in map(module_of, functions) if not is_of(name, KERNELS)}
     return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in written_in)

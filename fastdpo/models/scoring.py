@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import packing
 from ..ops.head.results import TokenLogps
-from . import head
+from . import attention, head
 from .batch import labels_of_call
 from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict, states
 
@@ -44,16 +44,7 @@ def _release_recordings(fused: FusedForward) -> bool:
 def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
     options, layout, part = fused.options, batch.layout, batch.part
     verdict = cast(Verdict, fused.verdict)
-    routed = verdict.routes_in(kwargs)
-    routing = {"output_router_logits": True} if routed else {}
-    router_logits, hidden = None, None
-    if batch.is_run:
-        hidden = fused.runner.states(verdict, batch.inputs, layout.score_index)
-    if hidden is None:
-        output = verdict.backbone(*batch.args, **batch.inputs, **routing)
-        states = output.last_hidden_state.flatten(0, 1)
-        hidden = states.index_select(0, layout.score_index) if part is None else part.scored_states(states)  # [N, D]
-        router_logits = output.router_logits if routed else None
+    hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch, verdict.routes_in(kwargs))
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
@@ -63,6 +54,19 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
         logps = TokenLogps(**{name: layout.unpack(x) for name, x in results.items() if x is not None})
     label_mask = targets_of_call(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
     return ScoredBatch(logps, label_mask, router_logits, layout.multiplicity[None])
+
+
+def _states(
+    fused: FusedForward, verdict: Verdict, batch: RunnableBatch, routed: bool
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """The states [N, D] of scored positions and, if they are asked for, the router logits of each layer."""
+    index, part = batch.layout.score_index, batch.part
+    if batch.is_run and (hidden := fused.runner.states(verdict, batch.inputs, index)) is not None:
+        return hidden, None
+    output = verdict.backbone(*batch.args, **batch.inputs, **({"output_router_logits": True} if routed else {}))
+    states = output.last_hidden_state.flatten(0, 1)
+    hidden = states.index_select(0, index) if part is None else part.scored_states(states)
+    return hidden, output.router_logits if routed else None
 
 
 def _scored(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:

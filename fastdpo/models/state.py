@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -32,7 +32,7 @@ from .sequence_group import Part, SequenceGroup
 from .structure import Structure
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Groups = Literal["content", "pairs"]
 """Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
@@ -122,6 +122,7 @@ class RunnableBatch(NamedTuple):
         layout: of the batch.
         inputs: arguments of the backbone.
         args: positional arguments of the backbone.
+        configs: those that name packed attention while it runs (see `attention.run`). None of them if it is padded.
         bare_head: whether hooks and a forward that other code has given the head are left out.
         is_run: whether the runner runs the call (see `Runner.states`).
         shares_images: whether the images of each pair are run once.
@@ -131,6 +132,7 @@ class RunnableBatch(NamedTuple):
     layout: Layout
     inputs: dict[str, Any]
     args: tuple = ()
+    configs: Sequence[PretrainedConfig] = ()
     bare_head: bool = False
     is_run: bool = False
     shares_images: bool = False
@@ -180,8 +182,9 @@ class Verdict(NamedTuple):
         result: of the probe; of the model before, if it was not probed.
         scoring_reason: why the head, as it is on this rank, cannot score the targets of any call.
         packing_reason: why no batch is packed on this rank.
-        backbone: of the model. It is switched to packed attention, and its head scores, unless there is a reason.
+        backbone: of the model. It takes packed batches, and its head scores, unless there is a reason.
         head: of the model.
+        configs: see `attention.configs_of`.
         vocabulary: see `parts.vocabulary_of`.
         rope_limit: see `facts.rope_limit`.
         routes: whether the model returns router logits unless a call says otherwise.
@@ -198,6 +201,7 @@ class Verdict(NamedTuple):
     packing_reason: Reason | None
     backbone: PreTrainedModel
     head: nn.Linear
+    configs: list[PretrainedConfig]
     vocabulary: int | None
     rope_limit: int | None
     routes: bool
@@ -218,11 +222,11 @@ class Verdict(NamedTuple):
     ) -> Verdict:
         """With the backbone and the head of the model as it is, and facts about it."""
         routes = bool(getattr(text_config(model), "output_router_logits", False))
-        of_model = backbone(model), head.head_of(model), vocabulary_of(model), rope_limit(model), routes
-        has_own = has_own_code(model)
-        is_audited = has_own or has_changed or any(of_users(hooks_of(x), harmless.MODULES) for x in backbone(model).modules())
+        of_model = backbone(model), head.head_of(model), attention.configs_of(model), vocabulary_of(model)
+        has_own, modules = has_own_code(model), backbone(model).modules()
+        is_audited = has_own or has_changed or any(of_users(hooks_of(x), harmless.MODULES) for x in modules)
         stores_all = has_own and bool(finding.mixers_of(model))
-        of_code = logit_transform(text_config(model)), has_own, is_audited, stores_all
+        of_code = rope_limit(model), routes, logit_transform(text_config(model)), has_own, is_audited, stores_all
         return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)
 
     @property

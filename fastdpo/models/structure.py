@@ -150,15 +150,15 @@ class Identity:
         configs = {
             id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
         }
-        implementation = attention.implementation(model)
+        of_attention = attention.functions_of(model)
         self._code = Code({*map(type, self.modules)})
         additions = [(id(module), *x) for module in self._hooked for x in additions_to(module)]
         additions += [(None, *x) for x in hook_identities(hooks_of_every_module())]
         hooks = [(type(module), name_of(hook)) for module in self._hooked for hook in hooks_of(module)]
         self.kinds = hash((*map(type, self.modules), self._code.hash, *hooks, *(x[1] for x in additions)))
         entries = map(configuration_entries, configs.values())
-        self.code = hash((self.kinds, implementation, *(x.hash for x in of_modules), *entries))
-        own = *map(id, self.modules), implementation, *additions
+        self.code = hash((self.kinds, *of_attention, *(x.hash for x in of_modules), *entries))
+        own = *map(id, self.modules), *of_attention, *additions
         self.form = hash((self.kinds, *own, *(x.form for x in of_modules)))
         self.hash = hash((self.code, *own))
         self._attributes = [cache[id(module)].attributes for module in self.called]
@@ -197,7 +197,8 @@ class Identity:
 
     def _others(self, model: PreTrainedModel) -> tuple[object, ...]:
         """What dictionaries do not tell: classes, the order in which `nn.Sequential` calls its children, hooks, which
-        may close over values that have changed, the head, writes to buffers, and whether more parameters are trained.
+        may close over values that have changed, functions of attention, the head, writes to buffers, and whether more
+        parameters are trained.
         """
         return (
             model.config,
@@ -205,6 +206,7 @@ class Identity:
             [*chain.from_iterable(map(_children_of, self._parents))],
             [tuple(additions_to(module)) for module in self._hooked],
             [*hook_identities(hooks_of_every_module())],
+            attention.functions_of(model),
             head.identity(self._head),
             _written(self._buffers),
             model.training and any(map(_is_trained, self._frozen)),

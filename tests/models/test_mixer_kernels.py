@@ -73,7 +73,8 @@ def test_kernels_of_flash_linear_attention_get_no_padding(monkeypatch, packed_mo
     model = tiny_family(name, **layers).to(torch.bfloat16)
     calls = install(monkeypatch, model)
     ids, _, layout = pairs()
-    packed_models(model).base_model(**attention.inputs_of(layout, ids))
+    with attention.named(attention.configs_of(packed_models(model))):
+        model.base_model(**attention.inputs_of(layout, ids))
     found = calls.of(*FLA)
     assert len(found) == 4
     assert sum(each["q"].shape[1] for each in found) == 2 * len(layout.token_index)
@@ -153,11 +154,13 @@ def test_functions_that_are_replaced_after_the_probe_are_noticed(monkeypatch, pa
     model = packed_models(model_of("lfm2"))
     ids, _, layout = pairs()
     inputs = attention.inputs_of(layout, ids)
-    model.base_model(**inputs)
+    with attention.named(attention.configs_of(model)):
+        model.base_model(**inputs)
     namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
     with monkeypatch.context() as patch:
         patch.setitem(namespace, "causal_conv1d_fn", lambda *args, **kwargs: args[0])
-        with pytest.raises(RuntimeError, match="the functions that Lfm2ShortConv calls have been replaced"):
+        error = pytest.raises(RuntimeError, match="the functions that Lfm2ShortConv calls have been replaced")
+        with error, attention.named(attention.configs_of(model)):
             model.base_model(**inputs)
 
 

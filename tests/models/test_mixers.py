@@ -268,7 +268,8 @@ def test_a_call_in_inference_mode_leaves_nothing_behind(fresh_probe):
     model, batch = switched("qwen3_5_text"), pairs()
     with torch.inference_mode():
         assert probe.probe(model, CPU).unsupported_reason is None
-        model.base_model(**attention.inputs_of(batch[2], batch[0]))
+        with attention.named(attention.configs_of(model)):
+            model.base_model(**attention.inputs_of(batch[2], batch[0]))
     assert results(model, *batch, packed=True)[1]
 
 
@@ -276,12 +277,12 @@ def test_a_compiled_model(chosen):
     """Graphs break where a layout is read, and nowhere on padded rows."""
     model = switched("qwen3_5_text").eval()
     ids, mask, layout = pairs()
+    compiled = torch.compile(lambda **inputs: model.base_model(**inputs).last_hidden_state, backend="eager")
     with torch.no_grad():
-        expected = model.base_model(**attention.inputs_of(layout, ids)).last_hidden_state
-        chosen.clear()
-        inputs = attention.inputs_of(layout, ids)
-        compiled = torch.compile(lambda **inputs: model.base_model(**inputs).last_hidden_state, backend="eager")
-        assert torch.equal(compiled(**inputs), expected)
+        with attention.named(attention.configs_of(model)):
+            expected = model.base_model(**attention.inputs_of(layout, ids)).last_hidden_state
+            chosen.clear()
+            assert torch.equal(compiled(**attention.inputs_of(layout, ids)), expected)
         assert any(sequences.parents is not None for sequences in chosen)
         torch._dynamo.reset()
         padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastdpo.models import attention
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
 from fastdpo.ops.attention.flash import varlen_layout
@@ -33,7 +32,7 @@ def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplo
     routes.forget()
     monkeypatch.delenv(routes.VARIABLE, raising=False)
     arguments = *gpu_inputs(torch.float32), rows_of(ROWS, 13), OPTIONS
-    with attention.witness():
+    with routes.trial():
         assert routes.chosen(*arguments) is None
     assert not caplog.text
     for _ in range(2):

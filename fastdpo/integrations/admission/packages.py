@@ -22,8 +22,8 @@ NAMES = {
     "torch.distributed.tensor": ("DTensor", "Shard", "Replicate"),
     "transformers.modeling_utils": (
         *("ALL_ATTENTION_FUNCTIONS.register", "AttentionInterface"),
-        *("PreTrainedModel.set_attn_implementation", "PreTrainedModel._can_set_attn_implementation"),
         *("PreTrainedModel.get_output_embeddings", "PreTrainedModel.get_input_embeddings"),
+        "PreTrainedModel._can_set_attn_implementation",
     ),
     "transformers.masking_utils": ("ALL_MASK_ATTENTION_FUNCTIONS.register", "AttentionMaskInterface"),
     "transformers.configuration_utils": ("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),

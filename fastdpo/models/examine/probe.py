@@ -23,11 +23,11 @@ from ...reasons import Reason
 from .. import attention
 from ..facts import attention_window, has_own_code, logit_transform
 from ..mixers import finding, function_probe
-from ..parts import backbone, language_model, text_config
+from ..parts import backbone, text_config
 from ..reward_head import RewardHead
 from ..sharding import is_sharded, shared_reason
 from ..support import rope_reason
-from .comparable import is_quantized, undisturbed, with_values
+from .comparable import is_quantized, undisturbed
 from .runs import Run, differentiable, gradient_difference, least_unit, run_backbone
 from .snapshot import restored
 
@@ -193,20 +193,20 @@ def _compare(
     scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
     weight = 1.0 if gradients else None
     of_rows, of_tokens = (functools.partial(_running, model, x) for x in ("padded rows", "packed tokens"))
-    with attention.witness():
+    with attention.witness(model):
         expected = run_backbone(model, padded, scored, weight, of_rows)
         with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
             inputs = {name: _rounded(x, unit) for name, x in padded.items()}
             rounded = run_backbone(model, inputs, scored, weight, of_rows)
-    with attention.witness() as recorded:
+    with attention.witness(model) as recorded:
         found = run_backbone(model, packed, layout.label_index, weight, of_tokens)
-    with attention.witness():
+    with attention.witness(model):
         again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None, of_tokens)
     own, has_own = expected, has_own_code(model)
     if has_own or is_sharded(model):  # ranks that run a model together run it equally often
-        with with_values(_own_attention(model)):
-            own = run_backbone(model, padded, scored, None, of_rows)
-    if not has_own or recorded.dropout:  # which switched attention leaves out under a witness
+        # By the name of its own attention: code may choose by it, and an eager function be another than the file's.
+        own = run_backbone(model, padded, scored, None, of_rows)
+    if not has_own or recorded.dropout:  # which packed attention leaves out under a witness
         own = expected
 
     name = type(model).__name__
@@ -229,17 +229,6 @@ def _compare(
     if any((x.abs() > 0).any() for x in again.gradients.values()):  # which 0 times anything is not
         return Reason("added-gradients", model=name), recorded
     return gradient_difference(name, found, expected, rounded, least / 2), recorded
-
-
-def _own_attention(model: PreTrainedModel) -> list[tuple[Any, str, str]]:
-    """What to set (see `with_values`) so that padded rows run what they did before the model was switched: code may
-    choose by the name of an implementation, and an eager function need not be the one of its modeling file. Nothing for
-    flash attention, which does not run in float32.
-    """
-    name, prior = attention.present(model), attention.implementation(model)
-    configs = {id(x): x for x in (vars(module).get("config") for module in language_model(model).modules())}.values()
-    switched = [x for x in configs if getattr(x, "_attn_implementation", None) == name]
-    return [(x, "_attn_implementation", prior) for x in switched if prior in ("eager", "sdpa")]
 
 
 def _trains(model: PreTrainedModel) -> bool:
@@ -338,7 +327,7 @@ def _unexplained_error(
     with (
         undisturbed(model, device),
         restored(model),
-        attention.witness(),  # which leaves out attention dropout
+        attention.witness(model),  # which leaves out attention dropout
         differentiable(model, gradients=False),
     ):
         for row in ids:

@@ -74,7 +74,7 @@ def test_every_other_family_trains_as_in_stock(both, tmp_path, name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FUSED)
 def test_other_calls_are_unchanged(name, implementation):
-    """Padded forward passes and `generate()` give the same bits with and after packed attention."""
+    """Padded forward passes and `generate()` give the same bits where packed attention is named, and afterwards."""
     if implementation == "sdpa" and name in ("gemma2", "gpt_oss", "mamba", "mamba2", "falcon_mamba"):
         pytest.skip("transformers has no sdpa for it")
     model = tiny_family(name, attn_implementation=implementation).eval()
@@ -89,10 +89,11 @@ def test_other_calls_are_unchanged(name, implementation):
 
     before = outputs()
     attention.switch(model)
-    switched = outputs()
-    attention.restore(model)
+    with attention.named(attention.configs_of(model)):
+        assert model.config._attn_implementation != implementation
+        named = outputs()
     assert model.config._attn_implementation == implementation
-    for a, b, c in zip(before, switched, outputs(), strict=True):
+    for a, b, c in zip(before, named, outputs(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
 
@@ -106,11 +107,11 @@ def test_only_the_language_model_is_switched(name, implementation):
     parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
     before = [part.config._attn_implementation for part in parts]
     attention.switch(model)
-    assert attention.implementation(model) != attention.present(model)
-    for part, earlier in zip(parts, before, strict=True):
-        in_language_model = part.config is text_config(model)
-        assert in_language_model == (part.config._attn_implementation != earlier)
-    attention.restore(model)
+    with attention.named(attention.configs_of(model)):
+        assert attention.implementation(model) != text_config(model)._attn_implementation
+        for part, earlier in zip(parts, before, strict=True):
+            in_language_model = part.config is text_config(model)
+            assert in_language_model == (part.config._attn_implementation != earlier)
     assert [part.config._attn_implementation for part in parts] == before
 
 

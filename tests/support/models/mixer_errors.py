@@ -46,7 +46,8 @@ def results(model, ids, mask, layout, *, packed: bool) -> tuple[torch.Tensor, di
 def results_of(model, inputs, layout, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of the scored positions [M, D], and the gradients of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
-    output = model.base_model(**inputs).last_hidden_state
+    configs = attention.configs_of(model) if packed else []
+    output = attention.run(configs, lambda: model.base_model(**inputs).last_hidden_state)
     if packed:
         hidden = output[0][layout.score_index][layout.output_source]
     else:
