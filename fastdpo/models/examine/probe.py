@@ -203,7 +203,8 @@ def _compare(
     with attention.witness(model):
         again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None, of_tokens)
     own, has_own = expected, has_own_code(model)
-    if has_own or is_sharded(model):  # ranks that run a model together run it equally often
+    is_any = attention.implementation(model) in ("eager", "sdpa")  # flash attention does not run in float32
+    if is_any and (has_own or is_sharded(model)):  # ranks that run a model together run it equally often
         # By the name of its own attention: code may choose by it, and an eager function be another than the file's.
         own = run_backbone(model, padded, scored, None, of_rows)
     if not has_own or recorded.dropout:  # which packed attention leaves out under a witness
