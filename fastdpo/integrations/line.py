@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from torch import nn
 
 from ..logs import logger, report
-from ..models import forward
+from ..models import forward, pace
 from ..models.batch import as_current
 from ..models.calls import Counted, counted
 from ..models.parts import Wrapping, base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
-from ..models.state import MODELS, ForwardOptions, MakeOutput
+from ..models.state import MODELS, ForwardOptions, FusedForward, MakeOutput, state_of
 from ..models.structure import is_training
 from ..reasons import Reason
 from . import switching
@@ -53,7 +53,8 @@ class TrainerState:
 
     Attributes:
         name: of the line that has made it, such as "trl.DPOTrainer".
-        models: the models that were examined, without the wrappers of engines.
+        models: the models that it has had so far, without the wrappers of engines.
+        forwards: the transformers models in those that it has now, with a reference to the state that each was given.
         budget: cuts its steps; None without `max_tokens`.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         has_fused: whether a call has been fused, if the line keeps it.
@@ -65,6 +66,7 @@ class TrainerState:
 
     name: str
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    forwards: weakref.WeakKeyDictionary[nn.Module, Callable] = field(default_factory=weakref.WeakKeyDictionary)
     budget: Any = None
     running: Any = None
     has_fused: bool = False
@@ -259,7 +261,7 @@ class TrainerLine:
         return list(self._trainers.values())
 
     def first_step(self, trainer: Any) -> None:
-        """Says, in the first step of a trainer, that its policy has had no call to fuse. One that has fallen back
+        """Says, in the first step of a training, that its policy has had no call to fuse. One that has fallen back
         counts, since it has reported its own reason. A trainer without callbacks of transformers calls this at its
         first log.
         """
@@ -274,12 +276,22 @@ class TrainerLine:
         """With this, a step or a micro-batch begins. Lines replace it whose batches come with layouts."""
         return stock(trainer, as_current(inputs), *args, **kwargs)
 
-    def prepare(self, trainer: Any) -> None:
-        """Installs the fused forward on the models of a trainer that are new. Does nothing if it is not
-        patched.
+    def begin_step(self, trainer: Any) -> None:
+        """Prepares the models of a trainer that another one has prepared since, which may train in a callback."""
+        state = self.state_of(trainer)
+        if state is not None:
+            if any(state_of(base) is not fused() for base, fused in state.forwards.items()):
+                self.prepare(trainer)
+            if not state.has_stepped:
+                forward.begin_step(self.policy(trainer), self.name)
 
-        Called when the accelerator is created and, since transformers 4 sets the policy after that, once
-        more after `__init__`.
+    def prepare(self, trainer: Any) -> None:
+        """Gives the models that a trainer has now the fused forward, unless they have the one that it asks for. Does
+        nothing if it is not patched.
+
+        Called when the accelerator is created and, since transformers 4 sets the policy after that, once more after
+        `__init__`. Called again when a training or an evaluation begins: the trainer may have another model by then,
+        and other trainers may have prepared the same one.
         """
         state = self.state_of(trainer)
         reason = None if state is None else self.prepared_reason(trainer)
@@ -288,20 +300,31 @@ class TrainerLine:
         elif state is not None:
             # What scores a trainer's completions runs as before unless it holds a transformers model.
             rewards = filter(None, map(find_base, vars(trainer).get("reward_funcs") or ()))
+            state.forwards.clear()
             for role, model in (*self.models(trainer).items(), *(("reward", base) for base in rewards)):
-                if model not in state.models:
+                base = find_base(model)
+                if base is None:
+                    report(f"{self.name} ({role}): not fused, {Reason('model-type', kind=type(model).__name__).named}")
+                elif base not in state.forwards:  # a policy may be its own reference
+                    self.install(trainer, role, model, base)
                     state.models.add(model)
-                    self.install(trainer, role, model)
+                    fused = state_of(base)
+                    if fused is not None:
+                        state.forwards[base] = weakref.ref(fused)
             policy = self.policy(trainer)
             if policy is not None:
                 switching.install(policy)
             switching.unwrap_at_once(trainer, state.undo)
 
-    def install(self, trainer: Any, role: str, model: nn.Module) -> None:
+    def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Makes the transformers model in a model score batches."""
-        base, options = base_of(model, self.name), self.request(trainer, role)
-        make_output = options.rewards.make_output if options.rewards else self.make_output(base)
-        forward.install(base, options, make_output, prior_scores=False)
+        self.install_options(base, self.request(trainer, role))
+
+    def install_options(self, base: PreTrainedModel, options: ForwardOptions, *, prior_scores: bool = False) -> None:
+        """Gives a model the fused forward with these options, unless it has it."""
+        if base not in MODELS or cast(FusedForward, state_of(base)).options != options:
+            make_output = options.rewards.make_output if options.rewards else self.make_output(base)
+            forward.install(base, options, make_output, prior_scores=prior_scores)
 
     # What `patch` calls.
 
@@ -339,6 +362,8 @@ class TrainerLine:
         if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):  # a trainer of transformers
             self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
             self.wrap("training_step", self._training_step)
+            self.wrap("_inner_training_loop", self._train)
+            self.wrap("evaluation_loop", self._evaluate)
         logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
 
     def disable(self) -> None:
@@ -369,7 +394,7 @@ class TrainerLine:
             self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
-            trainer.add_callback(steps_callback(trainer, self.name, self.first_step))
+            trainer.add_callback(steps_callback(trainer, self))
 
     def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
         if self._belongs_to_another(trainer):
@@ -380,11 +405,27 @@ class TrainerLine:
         stock(trainer)
         self.prepare(trainer)
 
+    def _train(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A training, before an engine wraps its models."""
+        state = self.state_of(trainer)
+        if state is None:
+            return stock(trainer, *args, **kwargs)
+        state.has_stepped = False
+        self.prepare(trainer)
+        try:
+            return stock(trainer, *args, **kwargs)
+        finally:
+            pace.end()
+
+    def _evaluate(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.prepare(trainer)
+        return stock(trainer, *args, **kwargs)
+
     def _training_step(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's function. It sets the mode of each module of the model, which usually is set already."""
         modules = () if self.state_of(trainer) is None else model.modules()
         base = next((x for x in modules if x in MODELS and "train" not in vars(x)), None)
-        with nullcontext() if base is None else temporarily(base, train=MethodType(_train, base)):
+        with nullcontext() if base is None else temporarily(base, train=MethodType(_set_mode, base)):
             return stock(trainer, model, *args, **kwargs)
 
     def _belongs_to_another(self, trainer: Any) -> bool:
@@ -392,7 +433,7 @@ class TrainerLine:
         return STATE in vars(trainer) and id(trainer) not in self._trainers
 
 
-def _train(model: PreTrainedModel, mode: bool = True) -> Any:
+def _set_mode(model: PreTrainedModel, mode: bool = True) -> Any:
     return model if mode and is_training(model) else type(model).train(model, mode)
 
 

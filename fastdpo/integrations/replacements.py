@@ -18,6 +18,8 @@ from .bypass import STATE
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
 
+    from .line import TrainerLine
+
 _INHERITED = object()
 
 DECIDED = "fastdpo: compiled layers"
@@ -106,15 +108,14 @@ def callback(**events: Callable[..., None]) -> TrainerCallback:
     return type("FastDPOCallback", (TrainerCallback,), {name: staticmethod(x) for name, x in events.items()})()
 
 
-def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None]) -> TrainerCallback:
+def steps_callback(trainer: Any, line: TrainerLine) -> TrainerCallback:
     """A callback that checks each step of a trainer before its weights change. By it, the trainer says how many steps
     are left, and its checkpoints what was decided. At the first log of a training and at its end, it logs how many
     calls of the trainer took which path, and how many tokens were computed.
 
     Args:
         trainer: any trainer of transformers.
-        integration: the name of its line.
-        is_used: checks the first step of a trainer.
+        line: of the trainer.
     """
     reference = weakref.ref(trainer)  # which holds the callback
     training, first_step, has_logged = pace.training(), sys.maxsize, False
@@ -133,13 +134,14 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
     def on_step_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state_of(args) is not None:
             training.done, training.left = state.global_step + 1 - first_step, state.max_steps - state.global_step
+            line.begin_step(reference())
 
     def on_pre_optimizer_step(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         patched = state_of(args)
         if patched is not None:
             if patched.budget is not None:
                 patched.budget.require_batches(reference())
-            is_used(reference())
+            line.first_step(reference())
 
     def on_log(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         nonlocal has_logged
@@ -151,13 +153,12 @@ def steps_callback(trainer: Any, integration: str, is_used: Callable[[Any], None
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         patched = state_of(args)
         if patched is not None:
-            training.left = None  # for other loops of the process
             _log_calls(patched, state)
 
     def _log_calls(patched: Any, state: TrainerState) -> None:
-        line = calls_line(integration, patched.before)
-        if line is not None and state.is_world_process_zero:
-            logger.info(line)
+        counted = calls_line(line.name, patched.before)
+        if counted is not None and state.is_world_process_zero:
+            logger.info(counted)
 
     events = on_train_begin, on_step_begin, on_pre_optimizer_step, on_log, on_train_end
     return callback(**{event.__name__: event for event in events})

@@ -59,7 +59,7 @@ models that are switched back and forth.
 
 def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
     """How a call runs. It is audited, if that is due, and counted. None, with a logged reason, if it falls back."""
-    fused.was_trained |= torch.is_grad_enabled()
+    fused.see(model)
     if fused.options.sequence_group is None:
         route = _route(model, fused, args, kwargs)
     else:

@@ -12,6 +12,7 @@ see an ordinary call. A call with a `Reason` as `fused_lm_head` falls back for i
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from ..reasons import Reason
 from . import deciding, facts, pickling, splitting, support
 from .calls import calls
 from .deciding import device_of
-from .functions import autocast_of
+from .functions import autocast_of, inner_function
 from .parts import find_base, input_device_of, text_config
 from .running import Runner
 from .scoring import SCORING_ARGUMENTS, prior_output, score
@@ -66,14 +67,20 @@ def install(
 
     def forward(self, *args, fused_lm_head=False, **kwargs):
         fused = cast(FusedForward, state_of(self))  # not from the closure: a deep copy of the model has its own
+        is_outermost = fused.forward is forward
         while fused.forward is not forward:
             fused = cast(FusedForward, fused.inner)
+        if not is_outermost:  # the one around it has replaced it
+            options = {"fused_lm_head": True} if fused_lm_head else {}
+            return fused.prior_forward(*args, **options, **kwargs)
         rewards = fused.options.rewards
         if isinstance(fused_lm_head, Reason) and self in MODELS:
             record_fallback(self, fused.options.integration, fused_lm_head)
             kwargs = {name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS}
         elif fused_lm_head or (rewards and rewards.every_call):
             return _call(self, fused, args, kwargs)
+        if torch.is_grad_enabled():
+            fused.seen.add("other")
         if fused.is_awaited:
             fused.is_awaited = False
             fused.examine(self, fused, device_of(self, args, kwargs))
@@ -115,17 +122,39 @@ def uninstall_all(integration: str) -> None:
             uninstall(model)
 
 
+def forwards_below(model: PreTrainedModel) -> Iterator[Callable]:
+    """What has replaced the forward of a model's class, from the outermost function to the innermost, with those that
+    the model had before it was given a fused forward.
+    """
+    forward, fused = vars(model).get("forward"), state_of(model)
+    while forward is not None:
+        yield forward
+        if fused is not None and inner_function(forward) is fused.forward:
+            forward, fused = fused.prior_forward, fused.inner
+        else:
+            forward = getattr(forward, "__wrapped__", None)
+
+
 def is_installed(model: nn.Module, integration: str) -> bool:
     """Whether a model, or the one inside of it, has the fused forward of an integration."""
     return _find(model, integration) is not None
 
 
+def begin_step(model: nn.Module, integration: str) -> None:
+    """Forgets which calls of a model an integration has made so far."""
+    fused = _find(model, integration)
+    if fused is not None:
+        fused.seen.clear()
+
+
 def was_trained(model: nn.Module, integration: str) -> bool:
-    """Whether a model's fused forward of an integration has been called with gradients, or been passed over with a
-    reason.
+    """Whether the calls of a model that train it were those of an integration, as far as the calls since `begin_step`
+    tell: some had gradients, or none had, as in methods that need the loss alone.
     """
     fused = _find(model, integration)
-    return fused is not None and fused.was_trained
+    return fused is not None and (
+        "trained" in fused.seen or ("other" not in fused.seen and not fused.seen <= {"reference"})
+    )
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -187,7 +216,7 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     does: ranks that run the model together may not all leave it.
     """
     base, fused = cast("PreTrainedModel", find_base(model)), cast(FusedForward, _find(model, integration))
-    fused.was_trained |= torch.is_grad_enabled()
+    fused.see(base)
     fused.is_awaited = not fused.was_examined(base) and is_sharded(base)
     kind = fused.kind_of_call(base)
     calls[integration, kind, "stock"] += 1

@@ -98,6 +98,11 @@ def begin(settled: dict[str, bool]) -> Training:
     return trainings[-1]
 
 
+def end() -> None:
+    """Takes note that the training of a trainer has ended, if by an error. Steps of other loops are counted again."""
+    trainings[-1].left = None
+
+
 @functools.cache
 def _count_steps() -> None:
     def count(*_: object) -> None:

@@ -276,7 +276,8 @@ class FusedForward:
         logged: reasons that have been logged, for which calls have fallen back, each with the role in which they did;
             and None with a role in which they were fused again.
         reasons: by role, why calls fall back whatever they are given, None if they do not, as of the last call.
-        was_trained: whether an integration has called the model with gradients, or has left such a call to its trainer.
+        seen: the calls since a step has begun: "trained" for those of an integration with gradients, which it may have
+            left to its trainer, their kinds for those without, and "other" for calls with gradients of other code.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
             trainer.
         audited: number of calls, by their kind and whether they have gradients, since the model was examined.
@@ -305,7 +306,7 @@ class FusedForward:
     image_results: dict[tuple[ProbeKey, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[tuple[str, Reason | None]] = field(default_factory=set)
     reasons: dict[str, Reason | None] = field(default_factory=dict)
-    was_trained: bool = False
+    seen: set[str] = field(default_factory=set)
     is_awaited: bool = False
     audited: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
@@ -345,6 +346,10 @@ class FusedForward:
             self.log_once(cast(Reason, reason or own), kind)
         if own is None:
             self._note_model(kind, reason)
+
+    def see(self, model: PreTrainedModel) -> None:
+        """Takes note of a call of an integration."""
+        self.seen.add("trained" if torch.is_grad_enabled() else self.kind_of_call(model))
 
     def kind_of_call(self, model: PreTrainedModel) -> str:
         """The kind that a call is counted as (see `calls.calls`)."""

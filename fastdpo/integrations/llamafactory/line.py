@@ -40,16 +40,12 @@ class FactoryLine(TrainerLine):
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return replaced_kernels(arguments.get("args"), *_models(arguments).values())
 
-    def models(self, trainer: Any) -> dict[str, nn.Module]:
-        """None: `init` has prepared those that the trainer is created with."""
-        return {}
-
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         for role, model in _models(arguments_of(stock, trainer, *args, **kwargs)).items():
-            self.install(trainer, role, model)
+            self.install(trainer, role, model, base_of(model, self.name))
         stock(trainer, *args, **kwargs)
 
     def log(self, stock: Callable, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,10 @@ from ..line import TrainerLine
 class OpenRLHFLine(TrainerLine):
     """One trainer line of OpenRLHF, whose trainers have no callbacks of transformers."""
 
-    replaced = ("concatenated_forward", "save_logs_and_checkpoints")
+    replaced = ("concatenated_forward", "save_logs_and_checkpoints", "fit")
+
+    def fit(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._train(stock, trainer, *args, **kwargs)
 
     def save_logs_and_checkpoints(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self.first_step(trainer)

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from ...models import forward
+from ...models.functions import closure_contents, inner_function, module_of
 from ...models.parts import find_base, is_transformers_model, text_config
 from ...models.scoring import router_loss
-from ...models.state import ScoredBatch, state_of
+from ...models.state import MakeOutput, ScoredBatch, state_of
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..replacements import temporarily
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _PARAMETERS = {
@@ -57,9 +58,11 @@ class FusedHeadLine(TrainerLine):
             if hasattr(self.module(), function.__name__):
                 self.replacements.wrap(self.module(), function.__name__, function)
 
-    def models(self, trainer: Any) -> dict[str, Any]:
-        """None: TRL gives each model to `add_fused_lm_head`."""
-        return {}
+    def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
+        """Does nothing before TRL has given the model to `add_fused_lm_head`."""
+        head = head_of_trl(base)
+        if head is not None:
+            self._install_head(trainer, base, *head)
 
     def add_fused_lm_head(
         self,
@@ -77,17 +80,34 @@ class FusedHeadLine(TrainerLine):
             model = getattr(model, "_orig_mod", model)  # TRL would give its head to the wrapper of torch.compile
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
-        if not is_fused:
-            return
+        if is_fused:
+            self._install_head(self.creating, model, temperature, cast_lm_head_to_fp32, outputs)
+
+    def _install_head(
+        self, trainer: Any, model: Any, temperature: float, float32: bool, outputs: Sequence[str]
+    ) -> None:
         role = "policy" if len(outputs) > 1 else "reference"  # only the policy's statistics feed metrics
-        options = self.request(self.creating, role)._replace(
+        options = self.request(trainer, role)._replace(
             kind_without_gradient=self.kind_without_gradient,
             outputs=tuple(name for name in outputs if name in _STATISTICS),
             temperature=temperature,
-            float32_head=cast_lm_head_to_fp32,
+            float32_head=float32,
             images=self.images,
         )
-        forward.install(model, options, functools.partial(_make_output, text_config(model)))
+        self.install_options(model, options, prior_scores=True)
+
+    def make_output(self, model: Any) -> MakeOutput:
+        return functools.partial(_make_output, text_config(model))
+
+
+def head_of_trl(model: PreTrainedModel) -> list[Any] | None:
+    """The temperature, whether the head computes in float32, and the outputs with which TRL has prepared a model."""
+    for function in map(inner_function, forward.forwards_below(model)):
+        if module_of(function) == "trl.trainer.utils":
+            found = dict(zip(function.__code__.co_freevars, closure_contents(function), strict=True))
+            names = _PARAMETERS[":add_fused_lm_head"][1:]
+            return [found[name] for name in names] if found.keys() >= {*names} else None
+    return None
 
 
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:

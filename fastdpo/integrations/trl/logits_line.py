@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -24,6 +24,9 @@ from .fused_logits import replace_functions
 from .max_tokens.budget import Scores
 from .max_tokens.padded_budget import PaddedBudgetLine
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class LogitsLine(PaddedBudgetLine):
     """The line of such a trainer."""
@@ -34,10 +37,12 @@ class LogitsLine(PaddedBudgetLine):
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return LOGGED_STATISTICS
 
-    def install(self, trainer: Any, role: str, model: nn.Module) -> None:
+    def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Has the calls of the model given the labels of the batch that is being scored."""
-        super().install(trainer, role, model)
+        super().install(trainer, role, model, base)
         state = self.state_of(trainer)
+        if model in state.models:
+            return
 
         def add_labels(module, args, kwargs):
             scores = {"labels": state.running, "fused_lm_head": support.wrapping_reason(module) or True}
