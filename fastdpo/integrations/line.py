@@ -49,12 +49,13 @@ models are prepared."""
 
 @dataclass(eq=False, kw_only=True)
 class TrainerState:
-    """The state of a trainer that was created after `patch()`.
+    """The state of a trainer that was created after `patch()`. Copies and pickles of the trainer have its name instead,
+    and get another state when they train.
 
     Attributes:
         name: of the line that has made it, such as "trl.DPOTrainer".
         models: the models that it has had so far, without the wrappers of engines.
-        forwards: the transformers models in those that it has now, with a reference to the state that each was given.
+        forwards: the transformers models in those that it has now, with a reference to the state of each.
         budget: cuts its steps; None without `max_tokens`.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         has_fused: whether a call has been fused, if the line keeps it.
@@ -74,6 +75,9 @@ class TrainerState:
     before: Counted = field(default_factory=counted)
     wrapping: Wrapping = field(default_factory=Wrapping)
     undo: ExitStack = field(default_factory=ExitStack)
+
+    def __reduce__(self) -> tuple:
+        return str, (self.name,)
 
 
 class TrainerLine:
@@ -316,6 +320,12 @@ class TrainerLine:
                 switching.install(policy)
             switching.unwrap_at_once(trainer, state.undo)
 
+    def attach(self, trainer: Any) -> None:
+        """Prepares the models of a trainer that was made, and watches its steps."""
+        self.prepare(trainer)
+        if hasattr(trainer, "add_callback"):
+            trainer.add_callback(steps_callback(trainer, self))
+
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Makes the transformers model in a model score batches."""
         self.install_options(base, self.request(trainer, role))
@@ -392,9 +402,7 @@ class TrainerLine:
                 return
             vars(trainer)[STATE] = TrainerState(name=self.name)
             self.init(stock, trainer, *args, **kwargs)
-        self.prepare(trainer)
-        if hasattr(trainer, "add_callback"):
-            trainer.add_callback(steps_callback(trainer, self))
+        self.attach(trainer)
 
     def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
         if self._belongs_to_another(trainer):
@@ -407,6 +415,7 @@ class TrainerLine:
 
     def _train(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """A training, before an engine wraps its models."""
+        self._attach_copy(trainer)
         state = self.state_of(trainer)
         if state is None:
             return stock(trainer, *args, **kwargs)
@@ -418,8 +427,16 @@ class TrainerLine:
             pace.end()
 
     def _evaluate(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._attach_copy(trainer)
         self.prepare(trainer)
         return stock(trainer, *args, **kwargs)
+
+    def _attach_copy(self, trainer: Any) -> None:
+        """Gives a copy of a trainer, or a trainer that was loaded, a state of its own."""
+        if vars(trainer).get(STATE) == self.name:
+            self._trainers[id(trainer)] = trainer
+            vars(trainer)[STATE] = TrainerState(name=self.name)
+            self.attach(trainer)
 
     def _training_step(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's function. It sets the mode of each module of the model, which usually is set already."""

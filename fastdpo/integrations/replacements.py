@@ -99,13 +99,16 @@ def temporarily(owner: object, **attributes: Any) -> Iterator[None]:
 
 
 def callback(**events: Callable[..., None]) -> TrainerCallback:
-    """A callback with these functions of a trainer's arguments, state and control, by the names of their events.
+    """A callback with these functions of a trainer's arguments, state and control, by the names of their events. A copy
+    of it, or a pickle, does nothing.
 
     transformers is imported when the first one is made.
     """
     from transformers import TrainerCallback
 
-    return type("FastDPOCallback", (TrainerCallback,), {name: staticmethod(x) for name, x in events.items()})()
+    functions: dict[str, Any] = {name: staticmethod(x) for name, x in events.items()}
+    functions["__reduce__"] = lambda self: (TrainerCallback, ())
+    return type("FastDPOCallback", (TrainerCallback,), functions)()
 
 
 def steps_callback(trainer: Any, line: TrainerLine) -> TrainerCallback:
@@ -121,7 +124,7 @@ def steps_callback(trainer: Any, line: TrainerLine) -> TrainerCallback:
     training, first_step, has_logged = pace.training(), sys.maxsize, False
 
     def state_of(args: Any) -> Any:
-        """The state of the trainer, or None in the callback of its copy, whose models are copies that say so."""
+        """The state of the trainer, or None in another one that was given its callbacks."""
         trainer = reference()
         return None if trainer is None or trainer.args is not args else vars(trainer).get(STATE)
 

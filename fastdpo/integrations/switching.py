@@ -71,9 +71,7 @@ def unwrap_at_once(trainer: Any, undo: ExitStack) -> None:
     if peft is None or stock is None or not module_of(stock).startswith("accelerate."):
         return
 
-    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
-        return model if is_bare else stock(model, *args, **kwargs)
+    unwrap_model = _Unwrapping(accelerator, stock, peft.PeftModel)
 
     def restore() -> None:
         if vars(accelerator).get("unwrap_model") is unwrap_model:
@@ -81,6 +79,20 @@ def unwrap_at_once(trainer: Any, undo: ExitStack) -> None:
 
     accelerator.unwrap_model = unwrap_model
     undo.callback(restore)
+
+
+class _Unwrapping:
+    """The `unwrap_model` of an accelerator. Copies of the accelerator, and pickles, have their own function."""
+
+    def __init__(self, accelerator: Any, stock: Callable, peft_model: type) -> None:
+        self._accelerator, self._stock, self._peft_model = accelerator, stock, peft_model
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_bare = isinstance(model, self._peft_model) and "_orig_mod" not in vars(model) and not (args or kwargs)
+        return model if is_bare else self._stock(model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._accelerator, "unwrap_model")
 
 
 def disable_adapter(model: Any) -> AbstractContextManager[None]:

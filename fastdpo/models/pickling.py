@@ -41,7 +41,21 @@ def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
     function, arguments, state, *others = reduced
     is_copied = ATTRIBUTE in state and sys._getframe(1).f_code is copy.deepcopy.__code__
     kept = {ATTRIBUTE, "forward", __reduce_ex__.__name__} if is_copied else set()
-    return function, arguments, _stock(module, state, kept), *others
+    stock = _stock(module, state, kept)
+    prior = state[ATTRIBUTE].prior_forward if ATTRIBUTE in state and ATTRIBUTE not in stock else None
+    if prior is not None and prior != MethodType(type(module).forward, module) and _is_by_value():
+        stock["forward"] = prior
+    return function, arguments, stock, *others
+
+
+def _is_by_value() -> bool:
+    """Whether what is pickling takes any function, by its code, as dill and cloudpickle do. A trainer that they have
+    pickled needs the forward that its package has given the model.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] not in ("dill", "cloudpickle", "ray"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _stock(module: nn.Module, state: dict[str, Any], kept: set[str]) -> dict[str, Any]:

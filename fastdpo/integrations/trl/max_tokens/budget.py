@@ -121,17 +121,15 @@ class BudgetLine(TrainerLine):
             for name in self.replaced_with_budget:
                 self.wrap(name, getattr(self, name))
 
-    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        super().init(stock, trainer, *args, **kwargs)
+    def attach(self, trainer: Any) -> None:
         state = self.state_of(trainer)
-        if state is None:
-            return
-        if self.options.max_tokens is not None:
+        if state is not None and self.options.max_tokens is not None:
             require_supported(self._uncuttable(trainer))
             state.budget = StepBudget(self, trainer)
             trainer.add_callback(callback(on_step_begin=state.budget.start_step))
-        else:
+        elif state is not None:
             self._advise(trainer)
+        super().attach(trainer)
 
     def _advise(self, trainer: Any) -> None:
         """Names the option to who accumulates batches on a device that they may not fill."""
