@@ -7,7 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
-from ..models import forward
+from ..models import forward, splitting
 from ..models.calls import calls
 from ..models.functions import module_of
-from ..models.parts import base_of, text_config, unknown_wrapper
+from ..models.parts import base_of, input_device_of, text_config, unknown_wrapper
 from ..models.running import Compile
 from ..models.scoring import targets_of_call
 from ..models.sequence_group import SequenceGroup
@@ -35,6 +35,9 @@ from .options import require_compile
 from .padded_calls import Rows, padded_call, require_arguments
 from .replacements import existing_instances
 from .scored_rows import ScoredRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "fastdpo.score"
 """The name under which calls are counted and logged."""
@@ -177,13 +180,31 @@ def score(
             Also for labels that have the other form, shifted or not, for the model inside of a
             DistributedDataParallel, for an argument that neither this function nor the model has, and for a wrapper
             that returns something else than the output of the model inside.
-            Also on all ranks of a `sequence_group` if they were given different rows.
+            Also on all ranks of a `sequence_group` if they were given different rows, or if one of them raises it.
         NotFused: with `FASTDPO_STRICT=1` or a `sequence_group`, the call is not fused.
     """
     base = base_of(model, "score")
     if not _is_prepared(base):
         raise ValueError(f"score: model must be prepared by fastdpo.prepare(model); got {type(model).__name__}")
     fused = cast(FusedForward, state_of(base))
+    with splitting.in_step(fused.options.sequence_group, input_device_of(base)):
+        return _score(
+            model, base, fused, input_ids, attention_mask, labels, shift_labels, cu_seqlens=cu_seqlens, kwargs=kwargs
+        )
+
+
+def _score(
+    model: nn.Module,
+    base: PreTrainedModel,
+    fused: FusedForward,
+    input_ids: Rows,
+    attention_mask: Tensor | None,
+    labels: Rows | None,
+    shift_labels: Rows | None,
+    *,
+    cu_seqlens: Tensor | None,
+    kwargs: dict[str, Any],
+) -> ScoredRows:
     if torch.is_grad_enabled() and model not in _outermost:
         _require_outermost(model, base)
         if fused.options.sequence_group is not None:

@@ -18,7 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torch import Tensor
 
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
+
+T = TypeVar("T")
 
 _REFUSED = 2**62
 """In an agreement, the number of a rank that does not run the call. Those of batches are smaller."""
@@ -39,10 +41,12 @@ class SequenceGroup:
         group: of processes.
         rank: of this process in it.
         ranks: P.
+        agreements: number of calls of `agree`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.agreements = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SequenceGroup:
@@ -71,14 +75,15 @@ class SequenceGroup:
 
     def agree(self, refused: bool, digest: Tensor) -> bool:
         """Whether no rank refuses a call and all have the same digest, int64 []. One exchange of 16 bytes."""
+        self.agreements += 1
         own = torch.full_like(digest, _REFUSED) if refused else digest
         both = torch.stack([own, -own])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         largest, negated = both.tolist()
         return largest != _REFUSED and largest == -negated
 
-    def gather(self, x: str) -> list[str]:
-        """The string of each rank."""
+    def gather(self, x: T) -> list[T]:
+        """The object of each rank."""
         gathered = [x] * self.ranks
         dist.all_gather_object(gathered, x, group=self.group)
         return gathered

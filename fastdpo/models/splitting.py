@@ -4,7 +4,8 @@ rank would run the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -48,28 +49,56 @@ def agreed(find: Callable[[], Route], fused: FusedForward, ids: object, device: 
     Raises:
         NotFused: the call is not split, for the reason of the first rank that has one.
         ValueError: ranks were given different batches.
-        Exception: that of `find`, or `NotFused` on the other ranks.
+        Exception: that of `find` on the first rank that has one.
     """
     group, name = cast(SequenceGroup, fused.options.sequence_group), fused.options.integration
-    route = error = None
+    route, refusal = None, None
     try:
         route = find()
         reason = route.reason or route.own
-        refusal = "" if reason is None else reason.named
+        if reason is not None:
+            refusal = NotFused(f"{name}: the ranks of a sequence group cannot share a batch, {reason.named}")
     except Exception as raised:  # which other ranks would wait for
-        error, refusal = raised, f"{type(raised).__name__}: {raised}"
+        refusal = raised
     digest = torch.zeros((), dtype=torch.int64, device=device)
-    if not refusal:
-        digest = digest_of(cast("RunnableBatch", cast("Route", route).batch).layout, cast(torch.Tensor, ids))
-    if group.agree(bool(refusal), digest):
-        return cast("Route", route)
-    of_ranks = group.gather(refusal)
-    if error is not None:
-        raise error
-    refusal = next(filter(None, of_ranks), None)
     if refusal is None:
-        raise ValueError(f"{name}: ranks that share sequences must be given the same batch; got different ones")
-    raise NotFused(f"{name}: the ranks of a sequence group cannot share a batch, {refusal}")
+        digest = digest_of(cast("RunnableBatch", cast("Route", route).batch).layout, cast(torch.Tensor, ids))
+    if group.agree(refusal is not None, digest):
+        return cast("Route", route)
+    raise _first_of_ranks(group, refusal) or ValueError(
+        f"{name}: ranks that share sequences must be given the same batch; got different ones"
+    )
+
+
+@contextmanager
+def in_step(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
+    """A block in which ranks agree on one call. An error before that is raised on all of them, which wait there.
+
+    Args:
+        group: of the ranks, or None if each has batches of its own.
+        device: of the model.
+    """
+    before = group and group.agreements
+    try:
+        yield
+    except Exception as error:
+        if group is None or group.agreements != before:
+            raise
+        group.agree(True, torch.zeros((), dtype=torch.int64, device=device))
+        raise cast(Exception, _first_of_ranks(group, error)) from error
+
+
+def _first_of_ranks(group: SequenceGroup, own: Exception | None) -> Exception | None:
+    """The error of the first rank that has one, which other ranks know by its kind and message."""
+    kinds = (x for x in type(own).__mro__ if x is NotFused or x.__module__ == "builtins")
+    errors = group.gather(None if own is None else (next(kinds), str(own)))
+    rank, (kind, message) = next(((i, x) for i, x in enumerate(errors) if x is not None), (-1, (Exception, "")))
+    if rank in (-1, group.rank):
+        return own
+    try:
+        return kind(message)
+    except TypeError:  # of a kind with other arguments
+        return RuntimeError(message)
 
 
 def _of_model(model: PreTrainedModel, kind: str) -> Reason:

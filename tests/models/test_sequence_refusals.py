@@ -164,8 +164,54 @@ def test_an_error_of_one_rank_is_named_on_all(tmp_path):
 
     first, last = run_ranks(2, tmp_path, label_too_large)
     assert last.startswith("ValueError: score: labels must be -100 or token ids")
-    assert first.startswith("NotFused")
-    assert "labels must be -100 or token ids" in first
+    assert first == last
+
+
+def of_unknown_kind(model: nn.Module) -> nn.Module:
+    class Unknown(LookupError):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Unknown("in a hook of a user")
+
+    model.register_forward_pre_hook(fail)
+    return model
+
+
+BAD = {
+    "no labels": dict(labels=None),
+    "labels of another width": dict(labels=torch.zeros(2, 3, dtype=torch.long)),
+    "labels that are no integers": dict(labels=torch.zeros(2, 30)),
+    "an unknown argument": dict(temperature=2.0),
+    "hidden states": dict(output_hidden_states=True),
+    "a mask for a list": dict(input_ids=[[1, 2], [3]]),
+    "a mask of another shape": dict(attention_mask=torch.ones(1, 1, dtype=torch.long)),
+}
+
+
+def errors_and_results(rank: int) -> list[Any]:
+    """Of calls with bad arguments on one rank, with a good call after each of them."""
+    torch.set_num_threads(1)
+    model, found = tiny_model(), []
+    for i, bad in enumerate(BAD.values()):
+        batch = rows(0) | (bad if rank == i % 2 else {})
+        found.append(error_of(lambda rank, batch=batch: scored(model, batch), rank))
+        found.append(scored(model, rows(i)).logps.sum().item())
+    hooked_one = of_unknown_kind(tiny_model()) if rank else tiny_model()
+    try:
+        scored(hooked_one)
+    except LookupError as error:
+        found.append(str(error))
+    found.append(scored(model, rows(1)).logps.sum().item())
+    return found
+
+
+def test_bad_arguments_of_one_rank_are_an_error_of_all_in_the_same_call(tmp_path):
+    first, last = run_ranks(2, tmp_path, errors_and_results)
+    assert first == last
+    for error, name in zip(first[::2], BAD, strict=False):
+        assert error.startswith(("ValueError: score: ", "TypeError: score: ")), name
+    assert first[-2] == "in a hook of a user"
 
 
 def test_an_error_inside_of_a_rank_ends_the_others_in_a_bounded_time(tmp_path):
