@@ -335,6 +335,8 @@ class TrainerLine:
         if base not in MODELS or cast(FusedForward, state_of(base)).options != options:
             make_output = options.rewards.make_output if options.rewards else self.make_output(base)
             forward.install(base, options, make_output, prior_scores=prior_scores)
+        else:
+            forward.forget_weights(base)
 
     # What `patch` calls.
 

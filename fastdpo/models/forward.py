@@ -209,6 +209,17 @@ def examine_again(model: nn.Module, integration: str) -> None:
         fused.structure = Structure()
 
 
+def forget_weights(model: PreTrainedModel) -> None:
+    """Has a model examined again whose hidden states were not finite: it may have other weights by now. Every rank of
+    those that run the model together must call this.
+    """
+    fused = cast(FusedForward, state_of(model))
+    reasons = ((key, x.unsupported_reason) for key, x in fused.probe_results.items())
+    for key in [key for key, reason in reasons if reason is not None and reason.name == "not-finite"]:
+        del fused.probe_results[key]
+        fused.structure.forget_verdicts()
+
+
 def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     """Counts and logs a call that an integration leaves to its trainer before the model sees it.
 

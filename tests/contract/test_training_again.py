@@ -244,3 +244,24 @@ def test_steps_are_counted_after_a_training_that_an_error_has_ended(event, error
         optimizer.step()
     assert pace.training().left is None
     assert pace.training().done == done + 3
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "train"])
+@pytest.mark.parametrize("name", ["trl.DPOTrainer", "trl.RewardTrainer"])
+def test_a_model_that_was_not_finite_is_fused_with_sound_weights(name, mode, tmp_path, caplog):
+    harness = DESCRIBED[name]
+    with fastdpo.patched(name):
+        trainer = harness.build(tmp_path, *harness.models(), **harness.one_step)
+        weights = copy.deepcopy(trainer.model.state_dict())
+        trainer.eval_dataset = trainer.train_dataset
+        with torch.no_grad():
+            trainer.model.get_input_embeddings().weight.fill_(torch.nan)
+        getattr(trainer, mode)()
+        assert caplog.text.count("[not-finite]") == 1
+        trainer.model.load_state_dict(weights)
+        for x in trainer.optimizer.state.values() if trainer.optimizer else ():
+            x.clear()
+        fastdpo.calls.clear()
+        getattr(trainer, mode)()
+    assert {path for _, _, path in fastdpo.calls} == {"fused"}
+    assert caplog.text.count("[not-finite]") == 1
