@@ -23,7 +23,7 @@ from ..logs import logger, report
 from ..models import forward, pace
 from ..models.batch import as_current
 from ..models.calls import Counted, counted
-from ..models.parts import Wrapping, base_of, find_base, text_config, without_engines
+from ..models.parts import Wrapping, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import MODELS, ForwardOptions, FusedForward, MakeOutput, state_of
 from ..models.structure import is_training

@@ -18,8 +18,6 @@ from .bypass import STATE
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
 
-    from .line import TrainerLine
-
 _INHERITED = object()
 
 DECIDED = "fastdpo: compiled layers"
@@ -111,7 +109,7 @@ def callback(**events: Callable[..., None]) -> TrainerCallback:
     return type("FastDPOCallback", (TrainerCallback,), functions)()
 
 
-def steps_callback(trainer: Any, line: TrainerLine) -> TrainerCallback:
+def steps_callback(trainer: Any, line: Any) -> TrainerCallback:
     """A callback that checks each step of a trainer before its weights change. By it, the trainer says how many steps
     are left, and its checkpoints what was decided. At the first log of a training and at its end, it logs how many
     calls of the trainer took which path, and how many tokens were computed.

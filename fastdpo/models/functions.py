@@ -43,6 +43,10 @@ class Code:
         self.functions = [*self._of_classes()[0], functional.scaled_dot_product_attention, *map(_own_of, named)]
         self.hash = hash(tuple(map(id, self.functions)))
 
+    def __reduce__(self) -> tuple:
+        """A copy of a model finds them anew: globals cannot be copied."""
+        return Code, (self._kinds,)
+
     def is_unchanged(self) -> bool:
         return (*self._of_classes(), *self._globals) == self._were
 

@@ -69,6 +69,7 @@ class Runner:
         self._training, self._step = training, 0
         is_alone = rank_and_world_size()[1] == 1
         self._paces = {x: Pace(training, has_backward=x, is_alone=is_alone) for x in (True, False)}
+        self._pace = self._paces[True]
         self._is_decided = self._compile != "auto"
         self._ballots = [Ballot(f"{self._name}: {x}") for x in ("compile", "keep")]
         self._is_tried = self.may_replay = False

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DPOTrainer
 
 import fastdpo
+from tests.support import faults
 from tests.support.comparison import assert_same, assert_trained_alike
 from tests.support.trl.dpo import adapter, tiny_model, train_both
 
@@ -224,10 +225,8 @@ def gradients(model, sums):
 @pytest.fixture
 def recomputed(monkeypatch):
     """The number of times that checkpointed attention has run."""
-    from fastdpo.models import attention
-
-    runs, own = [], attention._packed_forward
-    monkeypatch.setattr(attention, "_packed_forward", lambda *args, **kwargs: runs.append(0) or own(*args, **kwargs))
+    runs = []
+    faults.in_attention(monkeypatch, lambda own: lambda *args, **kwargs: runs.append(0) or own(*args, **kwargs))
     return runs
 
 
@@ -284,7 +283,7 @@ def fails_in_the_forward(monkeypatch, model):
     def forward(*args, **kwargs):
         raise Error
 
-    monkeypatch.setattr("fastdpo.models.attention._packed_forward", forward)
+    faults.in_attention(monkeypatch, lambda own: forward)
 
 
 def fails_in_the_backward(monkeypatch, model):
@@ -297,16 +296,17 @@ def fails_in_the_backward(monkeypatch, model):
 
 
 def fails_when_a_layer_runs_again(monkeypatch, model):
-    from fastdpo.models import attention
+    runs = itertools.count()
 
-    own, runs = attention._packed_forward, itertools.count()
+    def failing(own):
+        def forward(*args, **kwargs):
+            if next(runs) >= 2:
+                raise Error
+            return own(*args, **kwargs)
 
-    def forward(*args, **kwargs):
-        if next(runs) >= 2:
-            raise Error
-        return own(*args, **kwargs)
+        return forward
 
-    monkeypatch.setattr(attention, "_packed_forward", forward)
+    faults.in_attention(monkeypatch, failing)
 
 
 FAILURES = {f.__name__: f for f in (fails_in_the_forward, fails_in_the_backward, fails_when_a_layer_runs_again)}

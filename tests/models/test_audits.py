@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
 import fastdpo
-from fastdpo.models import deciding
+from fastdpo.models import calls, deciding
 from fastdpo.models.examine import probe
 from tests.support import faults
 from tests.support.comparison import assert_same_bits
@@ -202,12 +202,13 @@ def test_a_fault_in_the_gradient_only(begins, monkeypatch, caplog):
     assert "gradient of MLP by" in message
 
 
-def test_stock_models_are_not_audited(monkeypatch):
-    compared = []
-    monkeypatch.setattr("fastdpo.models.examine.verification._compare", lambda *args: compared.append(args))
-    model = fastdpo.prepare(llama())
-    assert [scored(model)[0] for _ in range(4)] == ["fused"] * 4
-    assert compared == []
+@pytest.mark.parametrize(("plant", "audits"), [(lambda model: None, 0), (in_layers(Scaled), 3)], ids=["stock", "own"])
+def test_which_models_are_audited(plant, audits):
+    model, before = llama(), calls.outcomes.copy()
+    plant(model)
+    fastdpo.prepare(model)
+    assert [scored(model)[0] for _ in range(7)] == ["fused"] * 7
+    assert (calls.outcomes - before).total() == audits
 
 
 class Noisy(Scaled):
@@ -238,14 +239,14 @@ def test_no_trace(kind, options, tmp_path, monkeypatch, caplog):
         model, reference = tiny_model(), tiny_model(seed=1)
         for each in (model, reference):
             in_layers(kind)(each)
-        calls: list[int] = []
-        model.register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        hooked: list[int] = []
+        model.register_forward_hook(lambda *args, hooked=hooked: hooked.append(1))
         torch.manual_seed(7)
         random.seed(7)
         with fastdpo.patched("trl.DPOTrainer"):
             runs.append(train(tmp_path / str(audited), model, **{"reference": reference, **options}, max_steps=5))
         states.append((torch.get_rng_state().tolist(), random.random()))
-        seen.append(len(calls))
+        seen.append(len(hooked))
     assert_same_bits(*runs)
     assert runs[0].logs == runs[1].logs
     assert runs[0].calls == runs[1].calls
