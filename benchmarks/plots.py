@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import LABELLED, STOCK
+from benchmarks.tables import machine_of
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastdpo",
@@ -47,6 +48,7 @@ def first_picture(result: Result, theme: dict[str, str]) -> None:
     draw_pairs(panels[1], gib, theme, "peak memory above the model, GiB", (0.5, 1, 2, 5, 10))
     panels[0].set_yticks(range(len(cases)), [case["name"].rpartition("/")[2] for case in cases])
     panels[0].set_ylim(len(cases) - 0.5, -0.6)
+    figure.suptitle(f"DPO step in TRL, full fine-tuning: {machine_of(result)}", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, handletextpad=0.2)
 

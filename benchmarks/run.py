@@ -55,7 +55,7 @@ def resume(result: dict[str, Any], previous: dict[str, Any], cases: list[Case]) 
             sys.exit(f"--resume: {name} must be {previous[name]}, as in the file; got {result[name]}")
     result["command"] = f"{previous['command']} && {result['command']}"
     result["cases"] = previous["cases"]
-    result["summary"] = summarize(previous["cases"])
+    result["summary"] = summarize(result)
     done = {case["name"] for case in previous["cases"]}
     return [case for case in cases if not done.issuperset(case.names)]
 
@@ -92,7 +92,7 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
                 continue
             records = CaseRunner(suite, case, rounds, args.threads, progress, end, args.one_by_one).run()
             result["cases"] += [{**record, "commit": result["commit"]} for record in records]
-            result["summary"] = summarize(result["cases"])
+            result["summary"] = summarize(result)
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             progress.advance(task)
     return result

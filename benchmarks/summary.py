@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import intervals
 from benchmarks.cases import SUBJECT
+from benchmarks.rates import rates
 
 Record = dict[str, Any]
 
@@ -79,19 +80,15 @@ def by_group(cases: list[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def summarize(cases: list[Record]) -> Record:
-    """Per case the medians, peaks and ratios to fastdpo; per group the means of the ratios."""
-    case_summaries = {
-        case["name"]: {
-            "seconds": {
-                name: intervals.median(samples_by_batch(side))._asdict()
-                for name, side in case["sides"].items()
-                if side.get("samples")
-            },
-            "peak_bytes": peaks(case),
-            "times_fastdpo": ratios(case),
-        }
-        for case in cases
-    }
-    groups = {group: means for group, members in by_group(cases).items() if (means := group_means(members))}
-    return {"cases": case_summaries, "groups": groups}
+def summarize(result: Record) -> Record:
+    """Per case the medians, peaks, ratios to fastdpo and `rates`; per group the means of the ratios."""
+    groups = {group: means for group, cases in by_group(result["cases"]).items() if (means := group_means(cases))}
+    return {"cases": {case["name"]: _of_case(result, case) for case in result["cases"]}, "groups": groups}
+
+
+def _of_case(result: Record, case: Record) -> Record:
+    samples = {name: samples_by_batch(side) for name, side in case["sides"].items() if side.get("samples")}
+    seconds = {name: intervals.median(of_side)._asdict() for name, of_side in samples.items()}
+    values = {name: x["value"] for name, x in seconds.items()}
+    of_time = rates(result, case, values, steps=max(map(len, samples.values()), default=1))
+    return {"seconds": seconds, "peak_bytes": peaks(case), "times_fastdpo": ratios(case), **of_time}

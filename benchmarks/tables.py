@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -28,7 +28,7 @@ from benchmarks.suites.step import (
 from benchmarks.summary import by_group, mean_ratio
 
 Result = dict[str, Any]
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 WIDTH = 100
 MEASURED_ON = "measured on"
 GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
@@ -192,7 +192,7 @@ def gpu_table(result: Result) -> str:
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
-        seconds, peaks, of_trl = summary["seconds"], summary["peak_bytes"], summary["seconds"].get(STOCK)
+        seconds, of_trl = summary["seconds"], summary["seconds"].get(STOCK)
 
         def show(x: Result, of_trl: Result | None = of_trl) -> str:
             return _median(x) + (f", {of_trl['value'] / x['value']:.2f}x" if of_trl else "")
@@ -200,13 +200,43 @@ def gpu_table(result: Result) -> str:
         best = min((seconds[name]["value"] for name in fixed if name in seconds), default=0)
         of_best = f"{seconds[AUTO]['value'] / best:.2f}" if best and AUTO in seconds else ""
         cells = [cell(case, AUTO, seconds, show), of_best, *(cell(case, name, seconds, show) for name in fixed)]
-        of_memory = [cell(case, name, peaks, lambda peak: f"{peak / MIB:,.0f}") for name in (STOCK, SUBJECT)]
-        rows.append([case["name"], cell(case, STOCK, seconds, _median), *cells, *of_memory])
-    headers = ["step", STOCK, AUTO, "its time / that of the best choice", *fixed, "MiB of TRL", "of fastdpo"]
+        rows.append([case["name"], cell(case, STOCK, seconds, _median), *cells])
+    headers = ["step", STOCK, AUTO, "its time / that of the best choice", *fixed]
     on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
     what = "A step without the optimizer, of 8 pairs, in bfloat16, and its speedup over TRL"
     note = f"{what}: {on}, {result['date'][:10]}."
-    return f"{render(rows, headers)}\n\n{wrap(note)}"
+    of_rates = {name: ([x], (STOCK, AUTO, *fixed)) for name, x in result["summary"]["cases"].items()}
+    return f"{render(rows, headers)}\n\n{wrap(note)}\n\n{rates_table(of_rates, (STOCK, AUTO, *fixed))}"
+
+
+def rates_table(rows: Mapping[str, tuple[list[Result], Sequence[str]]], headers: Sequence[str]) -> str:
+    """Real tokens a second, model FLOPs utilization and peak memory of sides.
+
+    Args:
+        rows: by first column, the summaries of its cases and the sides of its columns.
+        headers: of the columns.
+    """
+    cells = []
+    for label, (summaries, sides) in rows.items():
+        held = max(x["work"]["weights_bytes"] for x in summaries) / GIB
+        cells.append([label, *(_rates(summaries, side) for side in sides), f"{held:.2f}"])
+    note = (
+        "Real tokens a second, without padding, and with a shared prompt in each of its rows; where the device's peak "
+        "is known, model FLOPs utilization, which shared prompts raise (`model_flops` in `benchmarks/rates.py`); and "
+        "the largest peak of memory next to the weights."
+    )
+    return f"{render(cells, ['', *headers, 'GiB of weights'])}\n\n{wrap(note)}"
+
+
+def _rates(summaries: list[Result], side: str) -> str:
+    measured = [(x, x["seconds"][side]["value"]) for x in summaries if side in x["seconds"]]
+    seconds = sum(time for _, time in measured)
+    parts = [f"{sum(x['work']['tokens'] for x, _ in measured) / seconds:,.0f}"] if measured else []
+    if shares := [x["utilization"][side] * time / seconds for x, time in measured if side in x["utilization"]]:
+        parts.append(f"{sum(shares):.0%}")
+    if peaks := [x["peak_bytes"][side] / GIB for x, _ in measured if side in x["peak_bytes"]]:
+        parts.append(f"{max(peaks):.2f} GiB")
+    return ", ".join(parts)
 
 
 def host_table(result: Result) -> str:
@@ -348,7 +378,7 @@ SPEEDUP_ROWS = (  # suite, group, first column
 
 def speedups_table(results: dict[str, Result]) -> str:
     """At most six rows of speedups, and one paragraph that says what they are."""
-    rows, shown, origins = [], [], Origins()
+    rows, shown, of_rates, origins = [], [], {}, Origins()
     for suite, group, label in SPEEDUP_ROWS:
         cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
         if not cases:
@@ -357,10 +387,10 @@ def speedups_table(results: dict[str, Result]) -> str:
         speedups = [_speedup(means.get(side)) for side in (LABELLED, STOCK, FLOOR)]
         rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups, origins.cell(results[suite])])
         shown.append(results[suite])
-    if not rows:
-        return "Nothing yet."
+        summaries = [results[suite]["summary"]["cases"][case["name"]] for case in cases]
+        of_rates[label] = summaries, (LABELLED if LABELLED in means else STOCK, SUBJECT)
     table = render(rows, ["speedup over", LABELLED, STOCK, f"the {FLOOR}", MEASURED_ON])
-    return f"{table}\n\n{wrap(_speedups_note(shown, origins))}"
+    return f"{table}\n\n{wrap(_speedups_note(shown, origins))}\n\n{rates_table(of_rates, ['TRL', SUBJECT])}"
 
 
 def _speedup(mean: Result | None) -> str:
@@ -420,14 +450,18 @@ def demo_table(result: Result) -> str:
 
 def trainings_table(result: Result) -> str:
     """The seconds, losses and memory of whole trainings, and the parts of their first steps, if they were measured."""
-    rows = []
+    rows, of_steps = [], result["summary"]
+    weights = of_steps["work"]["weights_bytes"]
     for name, x in result["sides"].items():
         first, *others = x["step_seconds"]
         losses = " ".join(f"{log['loss']:.4f}" for log in x["logs"] if "loss" in log)
         (evaluated,) = (log["eval_loss"] for log in x["logs"] if "eval_loss" in log)
         seconds = (f"{s:.2f} s" for s in (x["seconds"], first, median(others)))
-        rows.append([name, *seconds, losses, f"{evaluated:.4f}", f"{(x['peak_bytes'] or 0) / MIB:,.0f}"])
-    headers = ["", "training", "first step", "median of the others", "losses", "evaluation", "MiB"]
+        speeds = f"{of_steps['tokens_per_second'][name]:,.0f}", f"{of_steps['utilization'].get(name, 0):.0%}"
+        memory = f"{(x['peak_bytes'] or weights) / GIB - weights / GIB:.1f}"
+        rows.append([name, *seconds, *speeds, losses, f"{evaluated:.4f}", memory])
+    headers = ["", "training", "first step", "median of the others", "tokens a second", "utilization", "losses"]
+    headers += ["evaluation", f"GiB next to {weights / GIB:.1f} of weights"]
     tables = [render(rows, headers)]
     for title, key in (("before the first step", "before_first_step"), ("the first step", "first_step")):
         of_sides = {name: x[key] for name, x in result["sides"].items() if key in x}

@@ -17,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ from trl import DPOConfig
 from benchmarks import machine, messages
 from benchmarks.cases import SUBJECT
 from benchmarks.parts import CACHES, Clock, watched
+from benchmarks.rates import of_trainings
 from benchmarks.run import PACKAGES
 from benchmarks.sides import workload as w
 from benchmarks.suites.step import BOUNDS, GPU_SIZE, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK
@@ -69,6 +71,14 @@ class StepClock(TrainerCallback):
         self.logs.append(logs)
 
 
+def workload(steps: int, quick: bool) -> w.Workload:
+    """Two batches: the pairs of the evaluation, and those of all steps."""
+    profile = QUICK_PROFILES["HH"] if quick else PROFILES["UltraFeedback"]
+    lengths = w.draw_lengths(*profile, steps * PAIRS * ACCUMULATION + EVALUATED, 0, spread=SPREAD, bounds=BOUNDS)
+    options = dict(size=QUICK_SIZE if quick else GPU_SIZE, bf16=torch.accelerator.is_available(), checkpointing=True)
+    return w.Workload((lengths[:EVALUATED], lengths[EVALUATED:]), max_length=1024, **options)  # that of `DPOConfig`
+
+
 def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int) -> dict[str, Any]:
     """Runs in a process of its own."""
     import fastdpo
@@ -81,11 +91,7 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
     if options is not None:
         os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
         fastdpo.patch("trl.DPOTrainer", **options)
-    profile = QUICK_PROFILES["HH"] if quick else PROFILES["UltraFeedback"]
-    count = steps * PAIRS * ACCUMULATION + EVALUATED
-    lengths = w.draw_lengths(*profile, count, 0, spread=SPREAD, bounds=BOUNDS)
-    work = w.Workload((lengths,), size=QUICK_SIZE if quick else GPU_SIZE)
-    pairs = work.examples(0)
+    work = workload(steps, quick)
     on_device = torch.accelerator.is_available()
     with TemporaryDirectory() as directory:
         config = DPOConfig(
@@ -97,7 +103,8 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
             eval_strategy="steps",
             eval_steps=steps,
             logging_steps=max(steps // 5, 1),
-            bf16=on_device,
+            bf16=work.bf16,
+            max_length=work.max_length,
             use_cpu=not on_device,
             dataloader_pin_memory=on_device,
             save_strategy="no",
@@ -110,8 +117,8 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
         trainer = TokenizedTrainer(
             *models,
             args=config,
-            train_dataset=Dataset.from_list(pairs[EVALUATED:]),
-            eval_dataset=Dataset.from_list(pairs[:EVALUATED]),
+            train_dataset=Dataset.from_list(work.examples(1)),
+            eval_dataset=Dataset.from_list(work.examples(0)),
             processing_class=build_tokenizer(),
         )
         before |= {"models": built - start, "trainer": now() - built}
@@ -167,6 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         **machine.origin(*PACKAGES),
         "quick": args.quick,
         "steps": args.steps,
+        "workload": asdict(workload(args.steps, args.quick)),
         "sides": {},
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +184,7 @@ def main(argv: list[str] | None = None) -> None:
                 run = partial(train, options, args.steps, args.quick, args.threads)
                 caches = f"{directory}/{SUBJECT if side == WARM else side}"
                 result["sides"][side] = in_new_process(run, {name: f"{caches}/{name}" for name in CACHES})
+                result["summary"] = of_trainings(result)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
                 print(trainings_table(result), flush=True)
 

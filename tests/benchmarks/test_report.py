@@ -1,6 +1,7 @@
 """The generated parts of docs/results.md and docs/gpu.md, the page of all suites, and the plots."""
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -11,8 +12,11 @@ import pytest
 
 from benchmarks import plots, report, tables
 from benchmarks.cases import SUBJECT
+from benchmarks.sides.workload import Workload
 from benchmarks.suites import SUITES, step
 from benchmarks.summary import summarize
+
+WORKLOAD = dataclasses.asdict(Workload((((3, 2, 2), (4, 1, 5)),)))
 
 
 def estimate(value: float) -> dict:
@@ -31,6 +35,9 @@ def result() -> dict:
         "seconds": {"TRL": estimate(2.0), "fastdpo": estimate(0.5)},
         "peak_bytes": {"TRL": 8 << 20, "fastdpo": 2 << 20},
         "times_fastdpo": {"TRL": estimate(4.0)},
+        "work": {"tokens": 100, "model_flops": 1e6, "weights_bytes": 1 << 20},
+        "tokens_per_second": {"TRL": 50.0, "fastdpo": 200.0},
+        "utilization": {},
     }
     incorrect = side | {"status": "incorrect", "reason": "log-probs: error 1.0e-01 (allowed 1.0e-06)"}
     return {
@@ -87,17 +94,20 @@ def test_a_changed_result_is_found(committed):
         for case in result["cases"]:
             for sample in case["sides"]["fastdpo"]["samples"]:
                 sample["seconds"] *= 5
-        result["summary"] |= summarize(result["cases"])
+        result["summary"] |= summarize(result)
         changed = committed | {name: result}
         assert report.page(changed, {}) != before, name
         if name == "step":
             assert tables.speedups_table(changed) != tables.speedups_table(committed)
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if (report.RESULTS / f"{name}.json").exists()])
-def test_a_committed_summary_is_that_of_its_samples(name):
-    result = json.loads((report.RESULTS / f"{name}.json").read_text())
-    computed = json.loads(json.dumps(summarize(result["cases"])))
+OF_SUITES = [path for path in sorted(report.RESULTS.rglob("*.json")) if path.stem in SUITES]
+
+
+@pytest.mark.parametrize("path", OF_SUITES, ids=[str(path.relative_to(report.RESULTS)) for path in OF_SUITES])
+def test_a_committed_summary_is_that_of_its_samples(path):
+    result = json.loads(path.read_text())
+    computed = json.loads(json.dumps(summarize(result)))
     committed, computed = leaves(result["summary"]), leaves(computed)
     assert committed.keys() == computed.keys()
     for path, value in committed.items():  # the last bits of floats differ between processors
@@ -160,16 +170,16 @@ def step_result(result) -> dict:
             "TRL, labelled positions only": samples(4.0, 4.0) | {"status": "measured"},
             "fastdpo": samples(2.0, 2.0) | {"status": "measured"},
         }
-        cases.append({"name": f"LoRA/{name}", "group": "LoRA", "facts": {}, "sides": sides})
+        cases.append({"name": f"LoRA/{name}", "group": "LoRA", "facts": {}, "workload": WORKLOAD, "sides": sides})
     # The slowest case of the other side, so that a mean without it would be a different number.
     cases[-1]["sides"]["TRL, labelled positions only"] = samples(16.0, 16.0) | {"status": "measured"}
     cases[-1]["sides"]["TRL as shipped"] = {"status": "failed", "reason": "out of memory"}
-    summary = summarize(cases)
-    return result | {"suite": "step", "title": "Steps", "cases": cases, "summary": summary}
+    of_suite = result | {"suite": "step", "title": "Steps", "cases": cases}
+    return of_suite | {"summary": summarize(of_suite)}
 
 
 def cells(text: str, row: str) -> list[str]:
-    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row}"))
+    line = next(line for line in text.splitlines() if line.startswith(f"| {row}"))  # in the first table
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
@@ -199,13 +209,13 @@ def test_a_side_that_no_case_measured_has_no_column_but_a_reason(step_result):
     listed = tables.sides_list(step_result, descriptions).splitlines()
     assert listed == ["- **fastdpo**: ours.", "- Not measured: QuACK (not installed)."]
     step_result["cases"][0]["sides"]["QuACK"] = samples(8.0, 8.0) | {"status": "measured"}
-    step_result["summary"] = summarize(step_result["cases"])
+    step_result["summary"] = summarize(step_result)
     assert "QuACK" in tables.sides_table(step_result)
 
 
 def test_the_page_of_results_begins_with_at_most_six_rows():
     assert len(tables.SPEEDUP_ROWS) <= 6
-    lines = tables.speedups_table(report.results()).splitlines()
+    lines = tables.speedups_table(report.results()).partition("\n\n")[0].splitlines()
     assert 1 < sum(line.startswith("|") for line in lines) <= 2 + 6
     assert all(len(line.split("|")) - 2 <= 5 for line in lines if line.startswith("|"))
 
@@ -213,9 +223,9 @@ def test_the_page_of_results_begins_with_at_most_six_rows():
 def test_the_table_of_a_gpu_compares_what_was_decided_with_the_best_choice(result):
     seconds = {step.STOCK: 8.0, SUBJECT: 4.0, step.GRAPHS_OF_COMPILED: 2.0, step.AUTO: 2.2}
     sides = {name: samples(x, x) | {"status": "measured"} for name, x in seconds.items()}
-    cases = [{"name": "a case", "group": "0.5B", "facts": {}, "sides": sides}]
-    on_gpu = {"cases": cases, "summary": summarize(cases), "machine": {"accelerator": "a GPU"}}
-    row = cells(tables.gpu_table(result | on_gpu), "a case")
+    cases = [{"name": "a case", "group": "0.5B", "facts": {}, "workload": WORKLOAD, "sides": sides}]
+    on_gpu = result | {"suite": "step", "cases": cases, "machine": {"accelerator": "a GPU"}}
+    row = cells(tables.gpu_table(on_gpu | {"summary": summarize(on_gpu)}), "a case")
     assert row[1:6] == ["8.00 s", "2.20 s, 3.64x", "1.10", "4.00 s, 2.00x", "2.00 s, 4.00x"]
 
 
