@@ -10,7 +10,7 @@ import torch
 
 import fastdpo.__main__
 from fastdpo.commands.check import command, side
-from fastdpo.commands.check.command import as_json, check
+from fastdpo.commands.check.command import as_json, as_text, check
 from fastdpo.commands.check.verdicts import FAILED
 from fastdpo.data.files import load_preferences
 from tests.support.documents.markdown_blocks import blocks
@@ -98,6 +98,36 @@ def test_a_saved_model_and_a_dataset(model, dataset):
     assert saved["ok"]
     assert saved["costs"][0]["ratio"] > 1.3
     assert [cost["name"] for cost in saved["costs"]] == ["tokens a batch", "peak memory above the models"]
+
+
+def real_rows(dataset) -> list[list[tuple[int, ...]]]:
+    """The token ids of both rows of each pair, as TRL makes them."""
+    encode, end = tokenizer().encode, [tokenizer().eos_token_id]
+    return [
+        [tuple(encode(row["prompt"]) + encode(row[name]) + end) for name in ("chosen", "rejected")]
+        for row in load_preferences(dataset)
+    ]
+
+
+@pytest.mark.parametrize("sample", [1024, 4], ids=["all", "a sample"])
+def test_the_tokens_of_an_epoch(sample, model, tmp_path, monkeypatch):
+    """Of batches of one pair. The last token of a row is never computed."""
+    monkeypatch.setattr(side, "EPOCH_SAMPLE", sample)
+    path = tmp_path / "pairs.jsonl"
+    report = in_this_process(model, write_pairs(path, 6), batches=1, batch_size=1)
+    epoch = json.loads(as_json(report))["epoch"]
+    assert (epoch["pairs"], epoch["counted"]) == (6, min(sample, 6))
+    assert f"tokens of an epoch of 6 pairs, in each model{'' if sample > 6 else ' (estimated from 4 pairs)'}:" in (
+        as_text(report)
+    )
+    if sample > 6:
+        pairs = real_rows(path)
+        assert epoch["padded"] == sum(2 * max(map(len, rows)) for rows in pairs)
+        assert epoch["packed"] == sum(len(row) - 1 for rows in pairs for row in rows)
+        distinct = [{row[:end] for row in rows for end in range(1, len(row))} for rows in pairs]
+        assert epoch["shared"] == sum(map(len, distinct)) < epoch["packed"]
+    else:
+        assert epoch["shared"] < epoch["packed"] < epoch["padded"]
 
 
 OPTIONS = {

@@ -32,11 +32,13 @@ class Report(NamedTuple):
     Attributes:
         title: the model, the batches and the versions.
         verdicts, costs: see `verdicts`.
+        epoch: the tokens of an epoch of the dataset, see `side.measure`; None if they are not known.
     """
 
     title: str
     verdicts: list[QuantityVerdict]
     costs: list[Cost]
+    epoch: dict[str, int] | None
     ok: bool
 
 
@@ -89,7 +91,8 @@ def check(
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         rounded = run(settings, PERTURBED)
     found = verdicts(stock, patched, rounded)
-    return Report(_title(settings, stock), found, costs(stock, patched), all(x.status != FAILED for x in found))
+    epoch, ok = (patched["epoch"] if dataset else None), all(x.status != FAILED for x in found)
+    return Report(_title(settings, stock), found, costs(stock, patched), epoch, ok)
 
 
 def run_in_process(settings: Settings, side: str) -> Run:
@@ -164,6 +167,11 @@ def as_text(report: Report) -> str:
         digits = 3 if cost.unit == "s" else 0
         sides = [f"{value:,.{digits}f} {cost.unit}".strip() for value in (cost.stock, cost.fastdpo)]
         lines.append(f"{'':<7} {cost.name:<{width}}  {sides[0]:>12}  {sides[1]:>12}  {cost.ratio:12.2f}x")
+    if report.epoch is not None:
+        pairs, counted, padded, packed, shared = (f"{n:,}" for n in report.epoch.values())
+        sample = "" if counted == pairs else f" (estimated from {counted} pairs)"
+        lines += ["", f"tokens of an epoch of {pairs} pairs, in each model{sample}:"]
+        lines += [f"{padded} padded, {packed} packed, {shared} with shared beginnings"]
     return "\n".join([*lines, "", "fastdpo agrees with TRL" if report.ok else "fastdpo does not agree with TRL"])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import traceback
 from collections import Counter, defaultdict
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...checks import suggested
 from ...data.files import load_preferences
+from ...integrations.collating import CollatedBatch, with_layout
 from ...integrations.patching import patched
 from ...integrations.replacements import callback
 from ...models import calls, forward, gradients
@@ -48,6 +51,8 @@ OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lor
 NOISE = 0.01
 TIMED_BATCHES = 3
 """The least number of batches that are timed. The first one is left out of the median."""
+EPOCH_SAMPLE = 1024
+"""The number of pairs from which the tokens of an epoch are estimated; of a smaller dataset, all are counted."""
 TIMES = ("runtime", "per_second", "epoch", "flos", "learning_rate", "step_time", "num_input_tokens_seen")
 """Parts of the names of what is logged and does not depend on the computation."""
 
@@ -189,7 +194,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         if side == PATCHED:
             stack.enter_context(patched(settings.trainer))
         before = Counter(calls.calls)
-        trainer = _trainer(settings)
+        trainer = _trainer(settings, counts_epoch=side == PATCHED)
         trainer.remove_callback(PrinterCallback)
         bar = stack.enter_context(tqdm(total=settings.batches, desc=LABELS[side], file=file, disable=file is None))
         recorder = _Recorder(trainer, bar, settings.rewards)
@@ -218,7 +223,25 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,
             "memory": peak.bytes,
             "memory_kind": peak.kind,
+            "epoch": _tokens_of_epoch(trainer, settings) if trainer.eval_dataset is not None else None,
         }
+
+
+def _tokens_of_epoch(trainer: Trainer, settings: Settings) -> dict[str, int] | None:
+    """The tokens of an epoch in random order: "padded", "packed" and, where beginnings are "shared", with the number of
+    "pairs" and of those that are "counted". None if batches cannot be packed before a model is called.
+    """
+    pairs, counted = trainer.eval_dataset, Counter[str]()
+    padding = trainer.processing_class.pad_token_id if settings.rewards else None
+    for collated in DataLoader(pairs, settings.batch_size, collate_fn=trainer.data_collator):
+        batch = with_layout(collated, "content", padding)
+        if not isinstance(batch, CollatedBatch) or batch.packed is None:
+            return None
+        (layout,) = batch.packed.layouts.values()
+        counted.update(padded=math.prod(layout.padded_shape), packed=layout.unshared, shared=len(layout.token_index))
+    total = len(load_preferences(Path(settings.dataset)))
+    of_all = {name: round(n * total / len(pairs)) for name, n in counted.items()}
+    return {"pairs": total, "counted": len(pairs), **of_all}
 
 
 def _unit(trainer: Trainer, policy: PreTrainedModel) -> float:
@@ -240,7 +263,7 @@ def _perturbed(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _trainer(settings: Settings) -> Trainer:
+def _trainer(settings: Settings, counts_epoch: bool) -> Trainer:
     from peft import LoraConfig
     from transformers import AutoModelForSequenceClassification, AutoProcessor, set_seed
     from trl.trainer import dpo_trainer, reward_trainer
@@ -257,6 +280,9 @@ def _trainer(settings: Settings) -> Trainer:
     if has_reference:
         _add_noise(models[0])
     dataset = load_preferences(Path(settings.dataset))
+    sampled = None
+    if counts_epoch and not getattr(config, "precompute_ref_log_probs", False):  # which would compute those of all
+        sampled = dataset.shuffle(seed=0, keep_in_memory=True).take(min(EPOCH_SAMPLE, len(dataset)))
     set_seed(0)  # for the adapter
     kind: Any = reward_trainer.RewardTrainer if settings.rewards else dpo_trainer.DPOTrainer
     lora = LoraConfig(
@@ -267,6 +293,7 @@ def _trainer(settings: Settings) -> Trainer:
         **({"ref_model": models[1]} if has_reference else {}),
         args=config,
         train_dataset=dataset.take(min(settings.batches * settings.batch_size, len(dataset))),
+        eval_dataset=sampled,
         processing_class=AutoProcessor.from_pretrained(settings.model),
         peft_config=lora if settings.lora else None,
     )
