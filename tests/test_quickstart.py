@@ -2,6 +2,10 @@
 
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 
 import pytest
 
@@ -31,6 +35,32 @@ def test_the_notebook_runs(monkeypatch):
     assert float(re.search(r"difference of the loss: (\S+)", printed)[1]) < 1e-5
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert list(map(without_numbers, notebook.cells)) == list(map(without_numbers, committed.cells))
+
+
+def test_alone_it_installs_what_it_needs(monkeypatch, tmp_path):
+    """As in Colab, which opens the notebook without the files around it."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone")
+    first, *_ = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code")
+    assert 'REPOSITORY = "' in first
+    run, commands = subprocess.run, []
+
+    def without_pip(command, **options):
+        commands.append(command)
+        return None if "pip" in command else run(command, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", without_pip)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = {}
+    exec(re.sub(r'REPOSITORY = ".*"', f'REPOSITORY = "{ROOT}"', first), names)
+    assert [command[:5] for command in commands[1:]] == [[sys.executable, "-m", "pip", "install", "--quiet"]]
+    assert commands[1][5] == f"{tmp_path / 'fastdpo'}[bench]"
+    assert names["ROOT"] == tmp_path / "fastdpo"
+    assert (names["ROOT"] / "benchmarks" / "demo" / "preferences.jsonl").exists()
+    assert sys.path[0] == str(names["ROOT"])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
+    assert {"fastdpo[trl]", "matplotlib>=3.10"} <= {*extras}  # what the other cells import
 
 
 def without_numbers(cell) -> list[tuple[str, str, set[str]]]:
