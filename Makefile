@@ -218,6 +218,7 @@ docs: $(READY)
 	$(BIN)/python -m tests.support.documents.support_tables
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python -m tests.support.documents.reason_sections
+	$(BIN)/python -m tests.support.documents.speedups
 
 # The notebook with its output.
 notebook: $(READY)

@@ -3,12 +3,16 @@
 import copy
 import json
 import re
+import tomllib
 from importlib.metadata import version
+from statistics import median
 
 import pytest
 import torch
 
 import fastdpo
+from benchmarks import report
+from tests.support.documents import speedups
 from tests.support.documents.markdown_blocks import ROOT, blocks_of
 from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
@@ -96,4 +100,45 @@ def test_scores_of_the_custom_loop_equal_those_of_a_padded_batch(loop):
 def test_it_is_read_in_two_minutes():
     text = README.read_text()
     assert len(text.splitlines()) <= 120
-    assert len(re.findall(r"\]\([^)]*\)|<a ", text)) <= 12
+    by_hand = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->|<!--.*?-->", "", text, flags=re.S)
+    assert len(by_hand.split()) <= 750
+    assert len(re.findall(r"\]\([^)]*\)|<a ", by_hand)) <= 12
+
+
+def test_the_table_of_speedups_is_that_of_the_committed_results():
+    """Its rows are recomputed here in one cell of each machine."""
+    text = README.read_text()
+    assert speedups.page() == text, "run `python -m tests.support.documents.speedups`"
+    for path, group, machine, of_trl in (
+        (speedups.CPU, "full", "2 cores, AMD EPYC", "TRL, labelled positions only"),
+        (speedups.GPU, "0.5B, full", "NVIDIA H200", "TRL as shipped"),
+    ):
+        case = next(x for x in json.loads(path.read_text())["cases"] if x["name"] == f"{group}/HH")
+        trl, ours = ([x["seconds"] for x in case["sides"][side]["samples"]] for side in (of_trl, "fastdpo"))
+        row = next(line for line in text.splitlines() if line.startswith(f"| {machine} | "))
+        assert row.split("|")[3].strip().startswith(f"{median(trl) / median(ours):.1f}x, ")
+    assert "0.9x" in text  # the shortest rows are not left out
+
+
+def test_its_other_numbers_are_measured():
+    text = " ".join(README.read_text().split())
+    sides = json.loads((speedups.GPU_RESULTS / "trainings.json").read_text())["sides"]
+    first, of_trl = (sides[side]["step_seconds"][0] for side in ("fastdpo", "TRL as shipped"))
+    assert f"{first:.0f} s instead of {of_trl:.0f} s on the H200" in text
+    machine = json.loads(speedups.CPU.read_text())["machine"]
+    assert f"on {machine['threads']} CPU cores ({machine['cpu']})" in text
+    assert f"AMD EPYC, {machine['threads']} threads" in (report.PICTURES / "first-light.svg").read_text()
+
+
+def test_the_button_waits_for_an_address():
+    """`[project.urls]` and the notebook have it, too."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls")
+    shown = re.sub(r"<!--.*?-->", "", README.read_text(), flags=re.S)
+    (repository,) = re.findall(r'^REPOSITORY = "(.*)"', notebook_source(), re.M)
+    assert ("colab.research.google.com" in shown) == (urls is not None) == (repository != "")
+    assert "OWNER" not in shown
+
+
+def notebook_source() -> str:
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
