@@ -29,7 +29,7 @@ LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
-NEXT := .venv-next
+NEWEST := .venv-newest
 OLDEST_TORCH := .venv-torch-2.11.0
 PACKAGING := .venv-packaging
 SITE := .venv-site
@@ -40,7 +40,7 @@ WHEEL := .venv-wheel
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-newest left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
 	bench bench-llamafactory bench-ops bench-gpu gpu-day-1 gpu-day-2 gpu-wheels gpu-flash-attn clean
 
 demo: $(READY)
@@ -170,25 +170,25 @@ test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
 	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(OLDEST_TORCH)/bin/python -m pytest $(IN_PARALLEL) tests/ops \
 		tests/models/test_attention.py tests/models/test_graphs.py tests/integrations/trl_dpo/test_compiled.py --quick $(ARGS)
 
-# What comes next: the newest versions that the index has, pre-releases too, in an environment that is made anew, and
-# the newest torch that can be had. Prints which functions differ from the tested ones, then runs the trainers' tests.
-TORCH_NEXT ?= torch
+# The newest versions that the index has, in an environment that is made anew: torch for CUDA, 5 GB. Prints which functions
+# differ from the tested ones, and runs the tests of `make test`. If all pass, it writes the versions into docs/support.md.
+# PIP_PRE=1 takes pre-releases too, and NEWEST_TESTS a part of the tests, which writes nothing.
 TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
-NEXT_TESTS := tests/contract tests/integrations/test_newer_versions.py tests/integrations/test_packages.py \
-	tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py tests/integrations/test_trl_reward.py
-# It needs a tested version of a package. What it would show has been printed.
-NOT_NEXT := tests/integrations/test_newer_versions.py::test_the_recorded_code_is_that_of_the_installed_versions
-test-next:
-	rm -rf $(NEXT)
-	$(PYTHON) -m venv $(NEXT)
-	$(NEXT)/bin/pip install --quiet "$(TORCH_NEXT)" || $(NEXT)/bin/pip install --quiet "$(TORCH)"
-	$(NEXT)/bin/pip install --quiet --pre trl transformers accelerate peft datasets
-	$(NEXT)/bin/pip install --quiet -e . "pytest>=9" hypothesis tabulate pillow
-	$(NEXT)/bin/pip install --quiet --no-deps --target $(NEXT)/tested $(TESTED_VERSIONS)
-	$(NEXT)/bin/pip freeze | grep -E "^(torch|triton|trl|transformers|accelerate|peft|datasets)="
-	$(NEXT)/bin/python -m tests.support.documents.changed_code $(NEXT)/tested
-	OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest --quick -p no:cacheprovider $(NEXT_TESTS) \
-		--deselect $(NOT_NEXT) $(ARGS)
+NEWEST_TESTS ?=
+# They need the pinned versions. What they would show has been printed.
+NOT_NEWEST := tests/integrations/test_newer_versions.py::test_the_recorded_code_is_that_of_the_installed_versions \
+	tests/test_docs.py::test_the_support_page_is_up_to_date
+test-newest: $(READY) $(TEST_PACKAGES)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --no-cache-dir torch
+	$(NEWEST)/bin/pip install --quiet --no-cache-dir setuptools -e ".[trl,bench,dev]"
+	$(NEWEST)/bin/pip install --quiet --no-deps --target $(NEWEST)/tested $(TESTED_VERSIONS)
+	$(NEWEST)/bin/python -m tests.support.documents.changed_code $(NEWEST)/tested
+	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(NEWEST)/bin/python -m pytest $(IN_PARALLEL) -p no:cacheprovider --quick \
+		$(addprefix --deselect ,$(NOT_NEWEST)) $(NEWEST_TESTS) $(ARGS)
+	$(if $(NEWEST_TESTS),,$(NEWEST)/bin/python -m tests.support.documents.newest && \
+		$(BIN)/python -m tests.support.documents.support_tables)
 
 # The sdist, and the wheel that is built from it.
 dist: $(PACKAGING)/.ready
@@ -466,4 +466,4 @@ $(FLASH_SOURCES): $(READY)
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) $(WHEEL) build dist out *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEWEST) $(PACKAGING) $(SITE) $(WHEEL) build dist out *.egg-info src/*.egg-info

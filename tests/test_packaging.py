@@ -202,11 +202,15 @@ def test_the_description_needs_no_repository_around_it(metadata):
     assert not [link for link in links if not link.startswith("https://")]
 
 
-def test_the_extra_for_trl_takes_all_versions_that_its_line_supports(metadata):
-    requirements = map(Requirement, metadata.get_all("Requires-Dist"))
-    (trl,) = (x for x in requirements if x.name == "trl" and x.marker.evaluate({"extra": "trl"}))
+def test_the_extra_for_trl_takes_newer_versions(metadata):
+    """They are patched if their code passes checks. Only the extra for TRL before its rewrite has upper bounds."""
+    requirements = [Requirement(x) for x in metadata.get_all("Requires-Dist")]
     (line,) = (line for line in LINES if line.line_class == "trl.dpo:DPOLine")
-    assert trl.specifier == SpecifierSet(line.versions)
+    (trl,) = (x for x in requirements if x.name == "trl" and x.marker.evaluate({"extra": "trl"}))
+    assert trl.specifier == SpecifierSet(line.versions.partition(",")[0])
+    bounded = [x for x in requirements if any(bound.operator != ">=" for bound in x.specifier)]
+    assert {x.name for x in bounded} == {"trl", "transformers"}
+    assert all('extra == "trl-legacy"' in str(x.marker) for x in bounded)
 
 
 PUBLIC = ("fastdpo", "fastdpo.__main__", "fastdpo.metrics", "fastdpo.ops", "fastdpo.ops.definitions", "fastdpo.packing")

@@ -1,13 +1,17 @@
-"""`make test-next` prints what differs from the tested code."""
+"""`make test-newest` prints what differs from the tested code."""
 
 import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
 
+from packaging.version import Version
+
+from fastdpo.integrations.admission import packages
 from tests.support import ROOT
 from tests.support.copies import change, set_newer
-from tests.support.documents import changed_code
+from tests.support.documents import changed_code, newest
 
 NAME = "trl.experimental.cpo.cpo_trainer.CPOTrainer.get_batch_logps"
 
@@ -38,9 +42,23 @@ def test_nothing_differs_in_the_tested_versions(capsys):
 
 def test_the_target_compares_with_the_pinned_versions():
     makefile = (ROOT / "Makefile").read_text()
-    assert "tests.support.documents.changed_code $(NEXT)/tested" in makefile
-    tests = re.search(r"NEXT_TESTS := (.*?)\n#", makefile, re.DOTALL)[1].replace("\\\n", " ").split()
-    assert all((ROOT / test).exists() for test in tests)
-    file, _, test = re.search(r"NOT_NEXT := (\S+)", makefile)[1].partition("::")
-    assert file in tests
-    assert f"def {test}(" in (ROOT / file).read_text()
+    assert "tests.support.documents.changed_code $(NEWEST)/tested" in makefile
+    for left_out in re.search(r"NOT_NEWEST := (.*?)\ntest-newest", makefile, re.DOTALL)[1].replace("\\\n", " ").split():
+        file, _, test = left_out.partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text()
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints" / "pins.txt").read_text().splitlines()
+    torch = re.search(r"^TORCH \?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    return {**dict(line.split("==") for line in lines if "==" in line), "torch": torch}
+
+
+def test_the_versions_of_a_run_are_written_and_tested():
+    """The newest version of each package is that of the pins or of the last `make test-newest`."""
+    recorded = json.loads(newest.PATH.read_text())
+    assert recorded.keys() == set(newest.PACKAGES)
+    assert newest.sentence() in (ROOT / "docs" / "support.md").read_text()
+    for package, tested in packages.TESTED.items():
+        pinned = pins()[package]
+        assert Version(tested) == max(Version(Version(x).public) for x in (pinned, recorded[package]))
