@@ -152,7 +152,8 @@ def _optional(package: str, version: str) -> Finding:
         return Finding(OK, package, f"{version}: tested")
     seams = patching.examine([line.trainer for line in lines]).seams
     found = next((seam for seam in seams if seam.on), seams[0])
-    known = f"provisionally, {found.provisional}" if found.reason is None else f"off, {found.reason.named}"
+    provisionally = "provisionally, newer than the tested versions: first calls are compared with stock ones"
+    known = provisionally if found.reason is None else f"off, {found.reason.named}"
     return Finding(OK if found.on else OFF, package, f"{version}: {known}")
 
 
@@ -177,7 +178,7 @@ def _devices() -> Iterator[Finding]:
 def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
     for seam in patching.examine(*targets).seams:
         status = OK if seam.on else FAILED if targets else OFF
-        why = seam.reason.named if seam.reason else seam.provisional and f"provisionally, {seam.provisional}"
+        why = seam.reason.named if seam.reason else "" if seam.imported else "patched when imported"
         yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, why))))
 
 

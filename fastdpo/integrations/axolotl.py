@@ -21,20 +21,18 @@ from ..logs import report
 from ..models.calls import calls_line
 from ..reasons import Reason
 from .bypass import STATE
-from .lines import TRAINS_WITH
 from .patching import PatchError, PatchReport, patch
 
-TRAINERS = TRAINS_WITH["axolotl"]
 _HOOKS = ("pre_model_load", "post_trainer_create", "post_train_unload")
 
 
 class FastDPOPlugin(BasePlugin):
-    """Patches TRL's DPOTrainer and RewardTrainer, with the default options of `fastdpo.patch`.
+    """Patches the trainers that `fastdpo.patch()` patches, with its default options.
 
     Rank 0 prints the report when the trainer has been created, and the number of calls at the end.
 
     Raises:
-        PatchError: the installed version of TRL cannot be patched, or that of axolotl has other hooks.
+        PatchError: a trainer of the installed TRL cannot be patched, or axolotl has other hooks.
     """
 
     def __init__(self) -> None:
@@ -49,20 +47,25 @@ class FastDPOPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         """Patches the trainers, after axolotl's own changes to TRL. Called for each model."""
         if self._report is None:
-            self._report = patch(*TRAINERS)
+            self._report = patch()
+            if not all(seam.on for seam in self._report.seams):
+                raise PatchError(f"{type(self).__name__}: {self._report}")
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
         if STATE not in vars(trainer):
-            reason = Reason("other-trainer", trainers=" or ".join(TRAINERS))
+            reason = Reason("other-trainer", trainers=" or ".join(self._trainers()))
             report(f"axolotl ({type(trainer).__name__}): not fused, {reason.named}")
         elif vars(trainer)[STATE] is not None:  # else its line has said why
             _print(self._report)
 
     def post_train_unload(self, cfg: Any) -> None:
         """Prints how many calls of models took which path."""
-        for line in filter(None, map(calls_line, TRAINERS)):
+        for line in filter(None, map(calls_line, self._trainers())):
             _print(line)
+
+    def _trainers(self) -> list[str]:
+        return [seam.name for seam in self._report.seams] if self._report else []
 
 
 def _print(line: object) -> None:

@@ -25,7 +25,7 @@ class Line(NamedTuple):
         versions: versions of its distribution that are supported.
         line_class: the module in `fastdpo.integrations` and the name of the `TrainerLine` that patches the trainer.
         trainer_modules: modules that may define the trainer's class.
-        by_default: whether `patch()` without targets patches the trainer.
+        by_default: whether `patch()` without targets patches the trainer. SFT is no preference training.
     """
 
     trainer: str
@@ -82,12 +82,12 @@ LINES = (
     Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",)),
     Line("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
     Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False),
-    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False),
-    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False),
-    Line("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",), False),
-    Line("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",), False),
-    Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",), False),
-    Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), False),
+    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",)),
+    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",)),
+    Line("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",)),
+    Line("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",)),
+    Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",)),
+    Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",)),
     Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
     Line(
         "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)
@@ -109,8 +109,8 @@ LINES = (
 """Those of one trainer from the newest versions to the oldest."""
 
 CHANGING_OTHERS = ("swift",)
-"""Packages whose import changes other packages: ms-swift deletes `__init__` of TRL's trainers. Their
-trainers are patched once the program has imported them, or by name.
+"""Packages whose import changes other packages: ms-swift deletes `__init__` of TRL's trainers. The doctor imports them
+only by name.
 """
 
 Target = str | type

@@ -6,19 +6,20 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..logs import logger, strict, warn
 from ..reasons import Reason
 from .admission import packages, tested_code
 from .admission.versions import installed_version, unsupported_version_reason
 from .bypass import STATE
+from .imports import ImportWatcher
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, Line, Target, lines_of, targeted_trainers
+from .lines import CHANGING_OTHERS, LINES, Line, Target, lines_of, targeted_trainers
 from .options import PatchOptions, applies
 from .replacements import existing_instances
 
@@ -41,47 +42,56 @@ class Seam:
         version: version of the package that is installed, or None.
         reason: why the trainer is not patched; None if it is.
         stock_trainers: class names of trainers created before `patch()`, which stay unpatched.
-        tested: the specifiers of the tested versions, of those packages that are installed in newer ones.
+        newer: the installed packages, with their versions, that are newer than the tested ones.
         compared: whether the first fused calls are compared with stock ones, since the trainer's package is newer.
+        imported: whether its module is imported. Otherwise the trainer is patched, or reported as off, when it is.
     """
 
     name: str
     version: str | None
     reason: Reason | None
     stock_trainers: tuple[str, ...] = ()
-    tested: str | None = None
+    newer: tuple[str, ...] = ()
     compared: bool = False
+    imported: bool = True
 
     @property
     def on(self) -> bool:
         return self.reason is None
 
     @property
-    def provisional(self) -> str | None:
-        """Why the trainer is patched provisionally; None if it is not."""
-        if not self.on or self.tested is None:
-            return None
-        comparison = ": its first calls are compared with stock ones" if self.compared else ""
-        return f"tested with {self.tested}{comparison}"
-
-    def __str__(self) -> str:
-        state = "on" if self.reason is None else f"off, {self.reason.named}"
-        if self.provisional:
-            state += f", provisionally: {self.provisional}"
-        text = f"{self.name}{f' ({self.version})' if self.version else ''}: {state}"
+    def state(self) -> str:
+        """The version and what is said of it, in words."""
+        state = f"off, {self.reason.named}" if self.reason else "on" if self.imported else "on when imported"
+        text = f"{f' ({self.version})' if self.version else ''}: {state}"
         if self.stock_trainers:
             text += f"; created before patch() and not patched: {', '.join(self.stock_trainers)}"
         return text
 
+    def __str__(self) -> str:
+        return f"{self.name}{self.state}"
+
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The result of `patch()`."""
+    """The result of `patch()`.
+
+    Attributes:
+        seams: an entry for each trainer.
+        note: which packages are newer than the tested versions, and what follows from it, or "". One report of a
+            process has it.
+    """
 
     seams: tuple[Seam, ...]
+    note: str = ""
 
     def __str__(self) -> str:
-        return "fastdpo: " + " | ".join(map(str, self.seams))
+        """In one line, with the trainers of which the same is said together."""
+        names: dict[str, list[str]] = {}
+        for seam in self.seams:
+            names.setdefault(seam.state, []).append(seam.name)
+        said = [f"{', '.join(each)}{state}" for state, each in names.items()]
+        return "fastdpo: " + " | ".join([*said, *filter(None, [self.note])])
 
 
 class _Examined(NamedTuple):
@@ -89,7 +99,7 @@ class _Examined(NamedTuple):
 
     Attributes:
         seam: without the trainers created before `patch()`.
-        line: can patch the trainer, or has patched it; None if it is off.
+        line: can patch the trainer, or has patched it; None if it is off, or not imported.
         stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
         options: those that it is patched with.
         changed: by option, the functions that it relies on and that differ from those of the tested versions.
@@ -107,12 +117,16 @@ class _Examined(NamedTuple):
 
 
 _patched: dict[str, _Examined] = {}
+"""The trainers that are patched, and those that are as soon as they are imported."""
 
 _lock = threading.RLock()
-"""Held while trainers are patched or restored. An import within may patch more of them, under `fastdpo run`."""
+"""Held while trainers are patched or restored. An import within may patch more of them."""
 
 _said: set[str] = set()
 """The warnings that were logged since the last `unpatch()`."""
+
+_noted: set[str] = set()
+"""The packages that notes of reports have named in this process."""
 
 _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The trainers, by their ids, that were warned about because they were created before `patch()`."""
@@ -133,7 +147,8 @@ def patch(
 
     Args:
         *targets: names of trainers ("trl.DPOTrainer") or of packages ("trl"), trainer classes, or
-            lists of them. Default: the preference trainers of all installed packages.
+            lists of them. Default: all trainers of all installed packages but TRL's SFTTrainer, each
+            as soon as the program has imported it.
         share_prompts: compute what rows of a batch begin with once. With dropout, they then draw
             the same values for these tokens.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
@@ -171,28 +186,69 @@ def patched(
         yield report
     finally:
         with _lock:
-            _undo({x.seam.name for x in new if _patched.get(x.seam.name) is x})
+            # One that was imported in the block is another entry, with the same options.
+            _undo({x.seam.name for x in new if options_of(x.seam.name) is x.options})
 
 
 def _patch(targets: Sequence[Target | Sequence[Target]], options: PatchOptions) -> tuple[PatchReport, list[_Examined]]:
     """The report of `patch`, and the trainers that were not patched before."""
     names, options = targeted_trainers("patch", targets), options.checked("patch")
     with _lock:
-        examined = [_with_options(x, options) for x in _examine_all(names, bool(targets))]
-        report = PatchReport(tuple(x.current_seam() for x in examined))
+        examined = [_with_options(x, options) for x in _examine_all(names, names if targets else ())]
+        report = _report(examined)
         if targets and not all(seam.on for seam in report.seams):
             raise PatchError(f"patch: {report}")
         if strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
             raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
 
-        new = [x for x in examined if x.line is not None and x.seam.name not in _patched]
-        for found in new:
-            cast(TrainerLine, found.line).enable(options)
-            _patched[found.seam.name] = found
+        new = [x for x in examined if x.seam.on and _patched.get(x.seam.name) is not x]
+        _enable(new)
         _log(report, examined)
         for option in options.given():
             _log_unaffected(option, [seam.name for seam in report.seams if seam.on])
     return report, new
+
+
+def _enable(new: Iterable[_Examined]) -> None:
+    """Patches trainers, and waits for those that are not imported."""
+    for found in new:
+        if found.line is not None:
+            found.line.enable(found.options)
+        elif _watcher not in sys.meta_path:
+            sys.meta_path.insert(0, _watcher)
+        _patched[found.seam.name] = found
+
+
+def _patch_imported(name: str) -> None:
+    """Patches a trainer whose module has just been imported, if `patch` has been waiting for that."""
+    with _lock:
+        if name not in _patched or _patched[name].line is not None:
+            return
+        examined = [_with_options(_examine(name, imports=True), _patched[name].options)]
+        report = _report(examined)
+        if examined[0].seam.on:
+            _enable(examined)
+        else:
+            del _patched[name]
+            if strict():
+                raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
+        _log(report, examined)
+
+
+_watcher = ImportWatcher({module: line.trainer for line in LINES for module in line.trainer_modules}, _patch_imported)
+
+
+def _report(examined: Iterable[_Examined]) -> PatchReport:
+    """The report on trainers, with a note on newer versions that no report has had."""
+    seams = tuple(x.current_seam() for x in examined)
+    newer = dict.fromkeys(package for seam in seams if seam.on for package in seam.newer)
+    if _noted.issuperset(newer):
+        return PatchReport(seams)
+    _noted.update(newer)
+    why = "they have all that fastdpo uses"
+    if any(seam.compared for seam in seams):
+        why = "the first calls of each model are compared with stock ones"
+    return PatchReport(seams, f"provisionally, newer than tested: {', '.join(newer)}. Nothing is to be done: {why}")
 
 
 def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
@@ -201,8 +257,11 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     Raises:
         PatchError: it is patched with others.
     """
-    if examined.seam.name in _patched:
-        _require_same(examined, options)
+    known = _patched.get(examined.seam.name)
+    if known is not None:
+        _require_same(known, options)
+        options = known.options
+    if known is examined:
         return examined
     relying = [option for option, functions in examined.changed.items() if functions and getattr(options, option)]
     if not relying:
@@ -252,7 +311,8 @@ def examine(*targets: Target | Sequence[Target]) -> PatchReport:
         TypeError, ValueError: a target is unknown.
     """
     with _lock:
-        examined = _examine_all(targeted_trainers("doctor", targets), bool(targets))
+        names = targeted_trainers("doctor", targets)
+        examined = _examine_all(names, [x for x in names if targets or not x.startswith(CHANGING_OTHERS)])
     return PatchReport(tuple(x.current_seam() for x in examined))
 
 
@@ -271,16 +331,18 @@ def unpatch() -> None:
 
 def _undo(names: set[str]) -> None:
     for name in names & _patched.keys():
-        cast(TrainerLine, _patched.pop(name).line).disable()
+        line = _patched.pop(name).line
+        if line is not None:
+            line.disable()
 
 
-def _examine_all(names: list[str], is_targeted: bool) -> list[_Examined]:
-    """Examines trainers by their names. Those of TRL are the last: with transformers 5, TRL 0.24 can be imported only
-    after LLaMA-Factory.
+def _examine_all(names: list[str], imports: Collection[str]) -> list[_Examined]:
+    """Examines trainers by their names, and imports some. Those of TRL are the last: with transformers 5, TRL 0.24 can
+    be imported only after LLaMA-Factory.
     """
     ordered = sorted(names, key=lambda name: name.startswith("trl."))
-    examined = {name: _examine(name, is_targeted) for name in ordered}
-    new = {name: x.line for name, x in examined.items() if name not in _patched}
+    examined = {name: _examine(name, name in imports) for name in ordered}
+    new = {name: x.line for name, x in examined.items() if _patched.get(name) is not x}
     kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
     stock = _unpatched(*kinds.values())
     for name, kind in kinds.items():
@@ -298,41 +360,46 @@ def _unpatched(*kinds: type) -> list[Any]:
     return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
 
 
-def _examine(name: str, is_targeted: bool) -> _Examined:
-    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched."""
-    if name in _patched:
-        return _patched[name]
+def _examine(name: str, imports: bool) -> _Examined:
+    """Examines a trainer unless it is patched. If it is not imported, imports it, which may patch it, or leaves it at
+    that.
+    """
     lines = lines_of(name)
     version = installed_version(lines[0].package)
     line = next((line for line in lines if line.supports(version)), lines[0])
-    reason, trainer_line = _unavailable_reason(line, lines, version, is_targeted), None
-    if reason is None:
-        trainer_line, reason = _imported(line)
-    if name in _patched:
+    imports = imports or any(module in sys.modules for module in line.trainer_modules)
+    if _is_done(name, imports):
         return _patched[name]
-    if reason is not None or trainer_line is None:
+    reason, trainer_line = _unavailable_reason(line, lines, version), None
+    if reason is None and imports:
+        trainer_line, reason = _imported(line)
+    if _is_done(name, imports):
+        return _patched[name]
+    if reason is not None:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
-    tested = [f"{line.distribution}{line.versions}"] if trainer_line.is_newer else []
-    tested += [f"{x}<={y}" for x, y in packages.TESTED.items() if x in trainer_line.newer]
-    seam = Seam(name, version, None, tested=", ".join(tested) or None, compared=trainer_line.is_newer)
+    newer = tuple(f"{x} {installed_version(x)}" for x in sorted(line.newer()))
+    seam = Seam(name, version, None, newer=newer, compared=line.package in line.newer(), imported=imports)
+    if trainer_line is None:
+        return _Examined(seam, None, weakref.WeakValueDictionary())
     relied_on = {x: y for x, y in trainer_line.options_rely_on.items() if x in PatchOptions._fields}
     changed = {option: trainer_line.changed_code(functions) for option, functions in relied_on.items()}
     return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), changed=changed)
 
 
-def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_targeted: bool) -> Reason | None:
+def _is_done(name: str, imports: bool) -> bool:
+    """Whether a trainer is patched, or waits for an import that is not made now."""
+    return name in _patched and (_patched[name].line is not None or not imports)
+
+
+def _unavailable_reason(line: Line, lines: list[Line], version: str | None) -> Reason | None:
     """Why a trainer is not imported: its package is not installed, or its version is not supported by any of its
-    lines, or its import would change other packages.
+    lines.
     """
-    if not line.supports(version):
-        if version is None:
-            return Reason("not-installed", distribution=line.distribution)
-        if not line.precedes(version) or not tested_code.has_tested(line.package):
-            return unsupported_version_reason(line.distribution, version, [line.versions for line in lines])
-    imported = any(module in sys.modules for module in line.trainer_modules)
-    if line.package in CHANGING_OTHERS and not is_targeted and not imported:
-        return Reason("not-imported", package=line.package)
-    return None
+    if version is None:
+        return Reason("not-installed", distribution=line.distribution)
+    if line.supports(version) or (line.precedes(version) and tested_code.has_tested(line.package)):
+        return None
+    return unsupported_version_reason(line.distribution, version, [line.versions for line in lines])
 
 
 def _imported(line: Line) -> tuple[TrainerLine | None, Reason | None]:

@@ -11,7 +11,7 @@ from trl import GRPOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations.admission import packages
+from fastdpo.integrations import patching
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.options import CUT_BY_MAX_TOKENS
 from fastdpo.integrations.patching import examine
@@ -80,9 +80,6 @@ def results(tmp_path_factory):
     return train_copies("1.17.0", copies, tmp_path_factory.mktemp("copies"))
 
 
-TESTED = "".join(f", {package}<={packages.TESTED[package]}" for package in packages.newer())
-COMPARED = "its first calls are compared with stock ones"
-ON = f"on, provisionally: tested with trl>=1.15,<1.17{TESTED}: {COMPARED}"
 OFF = (
     "off, its code differs from the tested versions: trl.trainer.dpo_trainer.add_fused_lm_head must have the "
     "parameters ['model', 'temperature', 'cast_lm_head_to_fp32', 'outputs']; got None [different-code]"
@@ -100,7 +97,7 @@ DIFFERENT = {
 def test_a_copy_trains_what_its_stock_trains(results, name):
     result = results[name]
     stock, patched = result["stock"], result["patched"]
-    assert result["report"] == f"trl.DPOTrainer (1.17.0): {OFF if name == 'another name' else ON}"
+    assert result["report"] == f"trl.DPOTrainer (1.17.0): {OFF if name == 'another name' else 'on'}"
     if name in ("unchanged", "grown", "another loss"):
         assert patched.calls.keys() == {(kind, "fused") for kind in ("policy", "reference", "eval")}
         assert_same(stock, patched)
@@ -113,8 +110,7 @@ def test_a_copy_trains_what_its_stock_trains(results, name):
 
 @pytest.mark.parametrize("trainer", GROWN)
 def test_other_trainers_of_a_copy_that_has_grown(results, trainer):
-    on = ON.replace("trl>=1.15", "trl>=0.24") if trainer == "trl.RewardTrainer" else ON  # one line for all versions
-    assert_reported_and_trained(results[trainer], f"{trainer} (1.17.0): {on}")
+    assert_reported_and_trained(results[trainer], f"{trainer} (1.17.0): on")
     assert not any("not fused" in message for message in results[trainer]["messages"])
 
 
@@ -207,12 +203,29 @@ def test_versions_that_are_newer_than_those_of_a_line(versions):
     assert [version for version in (*newer, *others) if line.precedes(version)] == newer
 
 
+COMPARED = "Nothing is to be done: the first calls of each model are compared with stock ones"
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_process_says_once_that_versions_are_newer(monkeypatch):
+    monkeypatch.setattr(patching, "_noted", set())
+    note = fastdpo.patch().note
+    assert note.startswith("provisionally, newer than tested: ")
+    assert "trl 99.0" in note
+    assert note.endswith(COMPARED)
+    fastdpo.unpatch()
+    assert str(fastdpo.patch("trl.DPOTrainer")) == "fastdpo: trl.DPOTrainer (99.0): on"
+    set_newer(monkeypatch, "transformers")
+    assert "transformers 99.0" in fastdpo.patch("trl.KTOTrainer").note
+
+
 def test_the_doctor_says_why_a_version_is_provisional(monkeypatch, newer):
     def trainers():
         return {finding.name: finding for finding in doctor.examine(["trl.DPOTrainer", "trl.ORPOTrainer"])["trainers"]}
 
-    detail = f"99.0: {ON.removeprefix('on, ')}".replace("provisionally:", "provisionally,")
-    assert trainers()["trl.DPOTrainer"] == doctor.Finding(doctor.OK, "trl.DPOTrainer", detail)
+    (trl,) = (finding for finding in doctor.package_findings() if finding.name == "trl")
+    assert trl.detail.startswith("99.0: provisionally, newer than the tested versions")
+    assert trainers()["trl.DPOTrainer"] == doctor.Finding(doctor.OK, "trl.DPOTrainer", "99.0")
     change(monkeypatch, "concatenated_forward")
     assert trainers()["trl.DPOTrainer"].status == doctor.OK
     assert trainers()["trl.ORPOTrainer"].status == doctor.FAILED

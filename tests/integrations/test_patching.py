@@ -50,17 +50,21 @@ def all_differ(some: tuple, others: tuple) -> bool:
 def test_patch_returns_a_report_and_logs_it_in_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         report = fastdpo.patch()
-    names = [f"trl.{name}Trainer" for name in ("DPO", "OnlineDPO", "KTO", "Reward")]
-    assert [seam.name for seam in report.seams] == names
+    names = ("DPO", "OnlineDPO", "KTO", "Reward", "GRPO", "RLOO", "CPO", "ORPO", "A2PO", "TPO")
+    assert [seam.name for seam in report.seams] == [f"trl.{name}Trainer" for name in names]
     assert all(seam.version == "1.16.0" and seam.on for seam in report.seams)
-    assert str(report) == "fastdpo: " + " | ".join(f"{seam.name} (1.16.0): on" for seam in report.seams)
+    states = ": on", ": on when imported"
+    named = [", ".join(seam.name for seam in report.seams if str(seam).endswith(state)) for state in states]
+    said = [f"{each} (1.16.0){state}" for each, state in zip(named, states, strict=True) if each]
+    assert str(report) == f"fastdpo: {' | '.join([*said, *filter(None, [report.note])])}"
     assert [record.message for record in caplog.records] == [str(report)]
 
 
 def test_trainers_without_a_token_budget_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch(max_tokens=8192)
-        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer"
+        others = ", ".join(f"trl.{name}Trainer" for name in ("OnlineDPO", "CPO", "ORPO", "A2PO"))
+        message = f"fastdpo: max_tokens does not apply to {others}"
         assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.INFO, message)
         fastdpo.unpatch()
         fastdpo.patch("trl.OnlineDPOTrainer", max_tokens=8192)

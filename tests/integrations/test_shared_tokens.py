@@ -21,11 +21,14 @@ ON_PAIRS, ON_PROMPTS = (
 @pytest.mark.parametrize("name", [*ON_PAIRS, *ON_PROMPTS])
 def test_prompts_are_computed_once(name, tmp_path, monkeypatch):
     """In a batch whose rows have the same one."""
-    trainer, layouts = TRAINERS[name], recorded_layouts(monkeypatch)
-    data = ROWS if name in ON_PAIRS else PROMPTS
+    trainer, layouts, before = TRAINERS[name], recorded_layouts(monkeypatch), fastdpo.calls.copy()
+    data, groups = ROWS if name in ON_PAIRS else PROMPTS, name in ("GRPOTrainer", "RLOOTrainer")
+    again = dict(steps_per_generation=2, num_iterations=2) if groups else {}
     with fastdpo.patched(trainer.name):
-        trainer.train(tmp_path, *trainer.models(), data=data, **trainer.one_step)
-    assert layouts
+        trainer.train(tmp_path, *trainer.models(), data=data, **trainer.one_step | again)
+    kinds = {kind for _, kind, _ in fastdpo.calls - before}
+    assert kinds >= ({"policy", "old_policy", "reference"} if groups else {"policy"})
+    assert len(layouts) >= len(kinds)
     for layout in layouts:
         assert layout.unshared - len(layout.token_index) >= 7 * (layout.output_shape[0] - 1)
 

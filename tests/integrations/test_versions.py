@@ -26,15 +26,19 @@ def test_a_package_whose_import_fails_is_off_with_the_reason(tmp_path):
     (tmp_path / "trl").mkdir()
     (tmp_path / "trl" / "__init__.py").write_text("raise RuntimeError('Failed to import:\\n  no mergekit')\n")
     run = subprocess.run(
-        [sys.executable, "-c", "import fastdpo; print(fastdpo.patch()); fastdpo.patch('trl')"],
+        [
+            sys.executable,
+            "-c",
+            "import fastdpo; print(fastdpo.patch())\ntry: import trl\nexcept RuntimeError: fastdpo.patch('trl')",
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
         capture_output=True,
         text=True,
     )
-    off = "(0.24.0): off, trl cannot be imported: Failed to import: no mergekit [import-error]"
-    trainers = [f"{name} {off}" for name in ("trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.RewardTrainer")]
-    assert run.stdout == f"fastdpo: {' | '.join(trainers)}\n", run.stderr
-    assert "PatchError: patch: fastdpo: trl.DPOTrainer" in run.stderr
+    trainers = "fastdpo: trl.DPOTrainer, trl.OnlineDPOTrainer, trl.RewardTrainer (0.24.0): "
+    assert run.stdout == f"{trainers}on when imported\n", run.stderr
+    off = "off, trl cannot be imported: Failed to import: no mergekit [import-error]"
+    assert f"PatchError: patch: {trainers}{off}" in run.stderr
 
 
 ANY = "this version is not supported: install 'trl>=0.24,<1.17'"

@@ -121,7 +121,7 @@ def _require_trainer(trainer: str) -> None:
     if not seam.on:
         raise ValueError(f"{trainer} is off: {seam.reason}")
     supported = next(line.versions for line in LINES if line.trainer == trainer)
-    if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
+    if not seam.compared and (seam.version is None or seam.version not in SpecifierSet(supported)):
         raise ValueError(f"TRL {supported} is required; got {seam.version}")
 
 

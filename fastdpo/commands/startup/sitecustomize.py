@@ -7,51 +7,18 @@ Imports nothing but the standard library until a trainer is imported. A `sitecus
 from __future__ import annotations
 
 import atexit
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 VARIABLE = "FASTDPO_RUN"
 
 IMPORTED, PATCHED, CALLED = "imported", "patched", "called"
 """What processes note of a trainer: of its module, its class and its models."""
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of trainers by the finders that follow, each time: programs may only look for one, and an
-    import that fails may succeed later.
-    """
-
-    def __init__(self, trainers: dict[str, str]):
-        self._trainers = dict(trainers)
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        trainer = self._trainers.pop(fullname, None)  # so that the others find it
-        if trainer is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        self._trainers[fullname] = trainer
-        if spec is not None and spec.loader is not None:
-            _patch_after(spec.loader, fullname, trainer)
-        return spec
-
-
-def _patch_after(loader: Any, name: str, trainer: str) -> None:
-    """Patches a trainer when its module has been loaded, once."""
-    exec_module = loader.exec_module
-
-    def exec_and_patch(module: ModuleType) -> None:
-        exec_module(module)
-        if module.__name__ == name and vars(loader).pop("exec_module", None):  # a loader may load others, too
-            _patch(trainer)
-
-    loader.exec_module = exec_and_patch
 
 
 def _patch(trainer: str) -> None:
@@ -63,7 +30,7 @@ def _patch(trainer: str) -> None:
     try:
         _print(patching.patch(trainer, **run["options"]))
     except patching.PatchError as error:
-        if strict():
+        if strict() or patching.options_of(trainer) is not None:  # the program has called `patch` with others
             raise
         _print(str(error).removeprefix("patch: "))
     else:
@@ -113,6 +80,15 @@ def _print(line: object) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _watcher(trainers: dict[str, str]) -> Any:
+    """The watcher of imports. Its file is loaded by its path: fastdpo may not be installed for this Python."""
+    path = Path(__file__).parents[2] / "integrations" / "imports.py"
+    spec = importlib.util.spec_from_file_location("fastdpo_imports", path)
+    module = importlib.util.module_from_spec(spec)  # pyright: ignore[reportArgumentType]
+    spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]
+    return module.ImportWatcher(trainers, _patch)
+
+
 def _run_hidden_sitecustomize() -> None:
     here = Path(__file__).parent
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
@@ -124,7 +100,7 @@ def _run_hidden_sitecustomize() -> None:
 def _start() -> None:
     run = json.loads(os.environ.get(VARIABLE, "null"))
     if run is not None:
-        sys.meta_path.insert(0, _Finder(run["trainers"]))
+        sys.meta_path.insert(0, _watcher(run["trainers"]))
         if run["pid"] == os.getpid():
             atexit.register(_report_nothing, run)
 

@@ -14,7 +14,7 @@ from ...reasons import Reason
 from .signatures import attribute_of
 from .versions import installed_version
 
-TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2"}
+TESTED = {"torch": "2.14.1", "transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2"}
 """The packages, and the newest version of each that was tested."""
 
 NAMES = {
@@ -69,4 +69,4 @@ def description(package: str) -> str:
     if is_newer(package):
         return f"provisionally, newer than the tested version, {tested}"
     is_same = Version(installed_version(package) or "0").public == tested
-    return "tested" if is_same else f"older than the newest tested version, {tested}"
+    return "tested" if is_same else f"tested up to {tested}"

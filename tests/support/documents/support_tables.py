@@ -20,6 +20,7 @@ from fastdpo.models.examine import probe
 from fastdpo.models.parts import language_model
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT
+from tests.support.documents import newest
 from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, PACKED_SINCE, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
@@ -33,7 +34,8 @@ PINS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints" / "pins.txt").
 TEXT = """# Supported models, changes and fields
 
 Generated from the tests by `make docs`; a test fails when the page is stale. The tests run with
-transformers {transformers} and TRL {trl}.
+transformers {transformers} and TRL {trl}, and before a release with the newest versions of all packages, last
+with {newest}.
 
 ## Model families
 
@@ -165,7 +167,7 @@ def exported_rows() -> list[list[str]]:
     for name, trainer_class in exported.exported():
         line = exported.line_of(trainer_class)
         claim = exported.CLAIMS.get(name)
-        what = f"patched{'' if line.by_default else ', by name'}" if line else claim.what if claim else "unknown"
+        what = f"patched{'' if line.by_default else ', if named'}" if line else claim.what if claim else "unknown"
         rows.append([f"`{name}`", what + (", needs a server" if claim and claim.build is None else "")])
     return rows
 
@@ -186,6 +188,7 @@ def page() -> str:
     return TEXT.format(
         transformers=PINS["transformers"],
         trl=PINS["trl"],
+        newest=newest.sentence(),
         families=table(family_headers, family_rows()),
         failing=listed(FAILS_IN_STOCK, "and"),
         multimodal=table(multimodal_headers, multimodal_rows()),

@@ -168,7 +168,7 @@ CLAIMS = {
         UNTOUCHED, functools.partial(build, f"{X}.distillation", "Distillation", prompts, teacher=True)
     ),
     f"{X}.server_distillation.ServerDistillationTrainer": Claim(UNTOUCHED),
-    f"{X}.async_grpo.AsyncGRPOTrainer": Claim(UNTOUCHED),
+    f"{X}.async_grpo.AsyncGRPOTrainer": Claim(f"{UNTOUCHED}: packs its rows and shares their prefixes itself"),
     f"{X}.async_distillation.AsyncDistillationTrainer": Claim(UNTOUCHED),
 }
 """What becomes of each trainer that has no line of its own."""

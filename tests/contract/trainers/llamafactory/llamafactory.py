@@ -115,9 +115,7 @@ COPIES = {
     "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
     "logits in the loss": [(TRAINER, "return losses.mean(), ", "return losses.mean() + policy_chosen_logits.mean(), ")],
 }
-NEWER = (
-    f"{NAME} (0.9.6): on, provisionally: tested with llamafactory==0.9.5: its first calls are compared with stock ones"
-)
+NEWER = f"{NAME} (0.9.6): on"
 OFF = f"{NAME} (0.9.6): off, it is newer than the tested versions, and its code differs in "
 REPORTS = {
     "unchanged": NEWER,

@@ -78,10 +78,7 @@ COPIES = {
     "other positions": [(TRAINER, "mask[:source_len] = False", "mask[: source_len + 1] = False")],
     "another actor": [(ACTOR, LABELS, LABELS.replace("(output", "(1.25 * output"))],
 }
-NEWER = (
-    f"{NAME} (0.12.0): on, provisionally: tested with openrlhf>=0.9.10,<0.12: "
-    "its first calls are compared with stock ones"
-)
+NEWER = f"{NAME} (0.12.0): on"
 OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, and its code differs in "
 REPORTS = {
     "unchanged": NEWER,

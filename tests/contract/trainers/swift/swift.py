@@ -162,9 +162,7 @@ COPIES = {
     "another loss": [(TRAINER, "return losses, chosen_rewards, ", "return 1.5 * losses, chosen_rewards, ")],
     "other positions": [(MIXIN, MASK, OTHER_MASK)],
 }
-NEWER = (
-    f"{NAME} (4.7.0): on, provisionally: tested with ms-swift>=4.6,<4.7: its first calls are compared with stock ones"
-)
+NEWER = f"{NAME} (4.7.0): on"
 REPORTS = {
     "unchanged": NEWER,
     "another loss": NEWER,
