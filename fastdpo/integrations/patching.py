@@ -125,7 +125,7 @@ _lock = threading.RLock()
 _said: set[str] = set()
 """The warnings that were logged since the last `unpatch()`."""
 
-_noted: set[str] = set()
+noted: set[str] = set()
 """The packages that notes of reports have named in this process."""
 
 _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -242,9 +242,9 @@ def _report(examined: Iterable[_Examined]) -> PatchReport:
     """The report on trainers, with a note on newer versions that no report has had."""
     seams = tuple(x.current_seam() for x in examined)
     newer = dict.fromkeys(package for seam in seams if seam.on for package in seam.newer)
-    if _noted.issuperset(newer):
+    if noted.issuperset(newer):
         return PatchReport(seams)
-    _noted.update(newer)
+    noted.update(newer)
     why = "they have all that fastdpo uses"
     if any(seam.compared for seam in seams):
         why = "the first calls of each model are compared with stock ones"

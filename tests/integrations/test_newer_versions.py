@@ -208,7 +208,7 @@ COMPARED = "Nothing is to be done: the first calls of each model are compared wi
 
 @pytest.mark.usefixtures("newer")
 def test_a_process_says_once_that_versions_are_newer(monkeypatch):
-    monkeypatch.setattr(patching, "_noted", set())
+    monkeypatch.setattr(patching, "noted", set())
     note = fastdpo.patch().note
     assert note.startswith("provisionally, newer than tested: ")
     assert "trl 99.0" in note

@@ -65,7 +65,7 @@ def test_a_name_that_goes_missing_later_leaves_the_model_to_stock(monkeypatch, c
 @pytest.mark.parametrize("package", packages.TESTED)
 def test_a_newer_version_is_provisional(monkeypatch, package):
     """The report of a patch says so, as the doctor does."""
-    monkeypatch.setattr(patching, "_noted", set())
+    monkeypatch.setattr(patching, "noted", set())
     set_newer(monkeypatch, package)
     report = fastdpo.patch("trl.DPOTrainer")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(packages.newer()))

@@ -1,14 +1,15 @@
-"""Records the newest versions of packages that `make test` has passed with.
+"""Records the newest versions of packages that tests have passed with.
 
-    python -m tests.support.documents.newest
+    python -m tests.support.documents.newest [TESTS]
 
-writes those that are installed to tests/newest.json, as `make test-newest` does when all tests have passed. The page
-docs/support.md has them.
+writes those that are installed, and which tests have passed, to tests/newest.json. `make test-newest` does so when all
+tests have passed. The page docs/support.md has them.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import version
 
 from tests.support import ROOT
@@ -18,11 +19,12 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "dat
 
 
 def sentence() -> str:
-    """The versions in words."""
+    """Which tests have passed with which versions, in words."""
     recorded = json.loads(PATH.read_text())
     *most, last = (f"{name} {recorded[name].partition('+')[0]}" for name in PACKAGES)
-    return f"{', '.join(most)} and {last}"
+    return f"{recorded['tests']} with {', '.join(most)} and {last}"
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps({name: version(name) for name in PACKAGES}, indent=2) + "\n")
+    recorded = {"tests": " ".join(sys.argv[1:]) or "all of `make test`", **{name: version(name) for name in PACKAGES}}
+    PATH.write_text(json.dumps(recorded, indent=2) + "\n")

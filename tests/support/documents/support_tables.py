@@ -34,8 +34,8 @@ PINS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints" / "pins.txt").
 TEXT = """# Supported models, changes and fields
 
 Generated from the tests by `make docs`; a test fails when the page is stale. The tests run with
-transformers {transformers} and TRL {trl}, and before a release with the newest versions of all packages, last
-with {newest}.
+transformers {transformers} and TRL {trl}, and before a release (`make test-newest`) with the newest versions that
+can be installed. Last passed: {newest}.
 
 ## Model families
 
