@@ -119,8 +119,9 @@ def family_rows() -> list[list[str]]:
         special = FUSED[name][0] if name in FUSED else ""
         # The measured difference depends on the machine.
         reason = re.sub(r" by [\d.]+ of their norm .*", "", reason or "")
-        reason += f"; packed since transformers {PACKED_SINCE[name]}" if name in PACKED_SINCE else ""
-        rows.append([name, special, *["no" if reason else "yes"] * 3, of_reward_model(name), reason])
+        since = f"packed since transformers {PACKED_SINCE[name]}" if name in PACKED_SINCE else ""
+        packed = "no" if reason else "yes"
+        rows.append([name, special, *[packed] * 3, of_reward_model(name), "; ".join(filter(None, (reason, since)))])
     return rows
 
 
