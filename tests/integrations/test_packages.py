@@ -6,8 +6,6 @@ import re
 import sys
 
 import pytest
-import transformers
-from packaging.version import Version
 
 import fastdpo
 from fastdpo.commands import doctor
