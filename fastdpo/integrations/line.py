@@ -93,7 +93,7 @@ class TrainerLine:
         relies_on: the functions whose results the line computes by itself. A newer version in which they have other
             code is left as it is.
         options_rely_on: by option, of `patch` or of the trainer, functions that it relies on as well. In a newer
-            version in which they have other code, it is refused or left to the trainer.
+            version in which they have other code, the trainer does without it.
         replaced: the functions of the class or of its module that methods of the line with these names replace. Each
             is given the stock function in front of the arguments of a call.
         rewards: how the trainer's model scores rows, if it is a reward model.

@@ -6,10 +6,9 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..logs import logger, strict, warn
@@ -102,14 +101,12 @@ class _Examined(NamedTuple):
         line: can patch the trainer, or has patched it; None if it is off, or not imported.
         stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
         options: those that it is patched with.
-        changed: by option, the functions that it relies on and that differ from those of the tested versions.
     """
 
     seam: Seam
     line: TrainerLine | None
     stock: weakref.WeakValueDictionary[int, Any]
     options: PatchOptions = PatchOptions()
-    changed: Mapping[str, list[str]] = MappingProxyType({})
 
     def current_seam(self) -> Seam:
         """The seam, with the trainers created before `patch()` that still exist."""
@@ -252,7 +249,7 @@ def _report(examined: Iterable[_Examined]) -> PatchReport:
 
 
 def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
-    """What was examined, to be patched with these options. It is off if one relies on functions that have changed.
+    """What was examined, to be patched with these options.
 
     Raises:
         PatchError: it is patched with others.
@@ -263,13 +260,7 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
         options = known.options
     if known is examined:
         return examined
-    relying = [option for option, functions in examined.changed.items() if functions and getattr(options, option)]
-    if not relying:
-        return examined._replace(options=options)
-    functions = dict.fromkeys(function for option in relying for function in examined.changed[option])
-    functions = f"{', '.join(functions)}, on which {' and '.join(relying)} relies"
-    reason = Reason("changed-code", functions=functions)
-    return examined._replace(seam=replace(examined.seam, reason=reason), line=None)
+    return examined._replace(options=options)
 
 
 def _require_same(patched: _Examined, options: PatchOptions) -> None:
@@ -379,11 +370,7 @@ def _examine(name: str, imports: bool) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
     newer = tuple(f"{x} {installed_version(x)}" for x in sorted(line.newer()))
     seam = Seam(name, version, None, newer=newer, compared=line.package in line.newer(), imported=imports)
-    if trainer_line is None:
-        return _Examined(seam, None, weakref.WeakValueDictionary())
-    relied_on = {x: y for x, y in trainer_line.options_rely_on.items() if x in PatchOptions._fields}
-    changed = {option: trainer_line.changed_code(functions) for option, functions in relied_on.items()}
-    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), changed=changed)
+    return _Examined(seam, trainer_line, weakref.WeakValueDictionary())
 
 
 def _is_done(name: str, imports: bool) -> bool:

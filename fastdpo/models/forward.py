@@ -180,6 +180,26 @@ def will_be_fused(model: nn.Module, *, in_doubt: bool) -> bool:
     return reason is None and cast(Verdict, fused.verdict).scoring_reason is None
 
 
+def fallback_reason(model: nn.Module) -> Reason | None:
+    """Why calls of a model as it is now fall back, whatever batch they are given, or None. It is examined if need be,
+    unless ranks run it together: they do in a call.
+
+    Without a reason, the results of a row do not depend on the batch that it is in.
+    """
+    base = find_base(model)
+    fused = state_of(base)
+    if base is None or fused is None:
+        return Reason("unpatched")
+    if is_sharded(base):
+        return fused.unsupported_reason()
+    with torch.set_grad_enabled(base.training):
+        reason = fused.examine(base, fused, input_device_of(base))
+    if reason is None and base.training and getattr(base.get_input_embeddings(), "neftune_noise_alpha", None):
+        return Reason("neftune")
+    verdict = cast(Verdict, fused.verdict)
+    return reason or verdict.scoring_reason or verdict.packing_reason
+
+
 def unsupported_reason(model: nn.Module, integration: str) -> Reason | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     fused = _find(model, integration)

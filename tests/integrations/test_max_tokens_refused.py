@@ -4,10 +4,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import PromptTuningConfig, TaskType
+from transformers import TrainerCallback
+from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.integrations.trl.sft import SFTLine
 from tests.integrations.test_trl_budget import CLASSES, TUNING
+from tests.support.comparison import double
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.trl.dpo import tiny_model, train
 from tests.support.workers.budgets import (
@@ -38,8 +41,173 @@ def without_loss_arguments(model):
     return model
 
 
+class Capacity(torch.nn.Module):
+    """A layer that leaves out the last tokens of a batch."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        n = x.shape[0] * x.shape[1]
+        return self.layer(x) * (torch.arange(n) < 0.7 * n).view(*x.shape[:2], 1)
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.norm = layer, torch.nn.BatchNorm1d(layer.weight.numel()).double()
+
+    def forward(self, x):
+        return self.norm(self.layer(x).flatten(0, 1)).view_as(x)
+
+
+def with_capacity(model):
+    model.model.layers[0].mlp = Capacity(model.model.layers[0].mlp)
+    return double(model)
+
+
+def with_batch_norm(model):
+    model.model.norm = Normalized(model.model.norm)
+    return double(model)
+
+
+def clipping(model):
+    for x in model.parameters():
+        x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return double(model)
+
+
+def stepping(model):
+    def step(x):
+        x.data.add_(x.grad, alpha=-0.01)
+        x.grad = None
+
+    for x in model.parameters():
+        x.register_post_accumulate_grad_hook(step)
+    return double(model)
+
+
+def hooked(model):
+    model.register_forward_hook(lambda *args: None)
+    return double(model)
+
+
+def adding(name: str, value) -> type:
+    """A subclass whose batches have a further entry."""
+
+    class Adding(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            collate = self.data_collator
+            self.data_collator = lambda examples: {**collate(examples), name: value}
+
+    return Adding
+
+
+def setting(name: str) -> type:
+    """A subclass that sets a function of a trainer on the object, where it halves the loss."""
+
+    class Setting(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            owner, stock = (
+                (self.accelerator, self.accelerator.backward) if name == "backward" else (self, getattr(self, name))
+            )
+
+            def halved(*args, **kwargs):
+                if name == "backward":
+                    return stock(0.5 * args[0], *args[1:], **kwargs)
+                loss = stock(*args, **kwargs)
+                return (0.5 * loss[0], *loss[1:]) if isinstance(loss, tuple) else 0.5 * loss
+
+            setattr(owner, name, halved)
+
+    return Setting
+
+
+class Twice(DPOTrainer):
+    """Two passes for each batch, of which the second has other weights, as in sharpness-aware training."""
+
+    def training_step(self, model, *args, **kwargs):
+        super().training_step(model, *args, **kwargs)
+        weight = model.lm_head.weight.data
+        weight.mul_(1.01)
+        loss = super().training_step(model, *args, **kwargs)
+        weight.div_(1.01)
+        return loss
+
+
+class LeavingOut(DPOTrainer):
+    """Leaves out batches: the second one, and those that run out of memory."""
+
+    batches = 0
+
+    def training_step(self, model, *args, **kwargs):
+        self.batches += 1
+        before = {name: None if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
+        try:
+            loss = super().training_step(model, *args, **kwargs)
+            if self.batches == 3:
+                raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError:
+            loss = torch.zeros(())
+        if self.batches in (2, 3):
+            for name, x in model.named_parameters():
+                x.grad = before[name]
+        return loss
+
+
+class Reading(DPOTrainer):
+    """A subclass that reads what a batch returns, and its metrics."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        assert loss > 0
+        assert self._metrics["train"]["rewards/margins"][-1] is not None
+        return loss
+
+
+class Clips(TrainerCallback):
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def of_object(name: str, set_as: str) -> tuple[str, dict, str]:
+    return DPO, dict(trainer_class=setting(name)), rf"setting.*halved, set as {set_as}"
+
+
+CODE = {
+    "hooks that clip": (DPO, dict(prepare=clipping), "hooks of parameters, as clipping.* is one: it"),
+    "hooks that step": (DPO, dict(prepare=stepping), "optimizers that step in the backward pass"),
+    "a hook of the model": (DPO, dict(prepare=hooked), "hooks of the model, as hooked"),
+    "backward": of_object("backward", "backward of the accelerator"),
+    "compute_loss": of_object("compute_loss", "compute_loss of the trainer"),
+    "_compute_loss": of_object("_compute_loss", "_compute_loss of the trainer"),
+    "a substep": (DPO, dict(callbacks=[Clips()]), r"callbacks that act within a step, as Clips\.on_substep_end may do"),
+    "two passes": (DPO, dict(trainer_class=Twice), "Twice, which overrides training_step of DPOTrainer"),
+    "a batch is left out": (DPO, dict(trainer_class=LeavingOut), "LeavingOut, which overrides training_step"),
+    "read in every batch": (DPO, dict(trainer_class=Reading), "Reading, which overrides training_step"),
+}
+"""Code of users that sees each batch of a step: the trainer, options of `trained`, and how it is named."""
+
+MODELS = {
+    "neftune": (DPO, dict(neftune_noise_alpha=5.0), r".*\[neftune\]"),
+    "attention dropout": (DPO, dict(tiny=dict(attention_dropout=0.1)), r".*\[attention-dropout\]"),
+    "batch norm": (DPO, dict(prepare=with_batch_norm), ""),
+    "experts with a capacity": (DPO, dict(prepare=with_capacity), ""),
+}
+MODELS = {
+    name: (trainer, options, f"models that fall back, since rows may depend on their batch: {message}")
+    for name, (trainer, options, message) in MODELS.items()
+}
+
+BATCHES = {
+    "another entry": (DPO, dict(trainer_class=adding("weight", torch.ones(1))), "batches with weight"),
+}
+
 LOSSES = "which overrides the loss of"
-STEPS = "whose training_step does not call that of"
+STEPS = "which overrides training_step of"
 OVERRIDDEN = {
     SFT: ("compute_loss",),
     KTO: ("_compute_kl_logps", "training_step"),
@@ -88,6 +256,9 @@ REFUSED = {
         for trainer, names in OVERRIDDEN.items()
         for name in names
     },
+    **CODE,
+    **MODELS,
+    **BATCHES,
 }
 
 
@@ -107,25 +278,30 @@ def test_refused_on_several_ranks(tmp_path, monkeypatch, options):
         trained(tmp_path, DPO, **options)
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
-    """Before it has stepped. It would step once for each micro-batch. Hooks that mask gradients are not refused."""
-    model = tiny_model()
-    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient)
+def test_hooks_that_are_added_after_a_step_are_refused(tmp_path):
+    """Before the weights change again."""
+    model, weights = tiny_model(), []
+
+    class Adds(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            weights[:] = [x.clone() for x in model.parameters()]
+            stepping(model)
+
     fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
-    train(tmp_path, model, tiny_model(seed=1), max_steps=1)
-    before = [x.clone() for x in model.parameters()]
+    with pytest.raises(NotImplementedError, match=r"optimizers that step in the backward pass, as .*step may do"):
+        train(tmp_path, model, tiny_model(seed=1), callbacks=[Adds()])
+    assert all(map(torch.equal, [x.float() for x in weights], [x.float() for x in model.parameters()]))
 
-    def step(x):
-        x.data.add_(x.grad, alpha=-0.01)
-        x.grad = None
 
-    for x in model.parameters():
-        x.register_post_accumulate_grad_hook(step)
-    with pytest.raises(
-        NotImplementedError, match=r"does not support optimizers that step in the backward pass, as .*step may do"
-    ):
-        train(tmp_path, model, tiny_model(seed=1), max_steps=1)
-    assert all(map(torch.equal, before, model.parameters()))
+def test_steps_of_the_object_that_do_not_call_those_of_its_class_are_refused(tmp_path):
+    class Own(DPOTrainer):
+        def train(self):
+            self.training_step = lambda *args, **kwargs: torch.zeros(())
+            return super().train()
+
+    fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
+    with pytest.raises(NotImplementedError, match="Own, whose training_step does not call that of DPOTrainer"):
+        trained(tmp_path, DPO, trainer_class=Own)
 
 
 def test_batches_with_other_entries_are_refused():

@@ -1,12 +1,12 @@
 """`patch(max_tokens=...)` for SFT, KTO, DPO, Reward and TPO: the steps of stock, whose rows and pairs are cut anew."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from datasets import IterableDataset
 from peft import PromptTuningConfig, TaskType
-from transformers import TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.tpo import TPOTrainer
 
@@ -60,15 +60,6 @@ class Listed(DPOTrainer):
         return super().get_train_dataloader()
 
 
-class Reads(DPOTrainer):
-    """A subclass that reads its metrics after each batch."""
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        assert all(type(x) in (int, float) for values in self._metrics["train"].values() for x in values)
-        return loss
-
-
 OPTIONS = {
     **{f"{trainer}, {name}": (trainer, options) for trainer in TRAINERS for name, options in COMMON.items()},
     **{f"{trainer}, {name}": (trainer, options) for trainer in (DPO, REWARD) for name, options in OF_PAIRS.items()},
@@ -98,7 +89,6 @@ OPTIONS = {
             remove_unused_columns=False,
         ),
     ),
-    "DPO, read in every batch": (DPO, dict(trainer_class=Reads)),
     "Reward, adapter": (REWARD, reward.adapter()),
     "Reward, padding of another id": (REWARD, dict(pad_token="<unk>")),  # not 0, which masks are padded with
     **{f"TPO, {loss}": (TPO, dict(loss_type=loss, beta=0.5)) for loss in ("hinge", "ipo", "tpo-l")},
@@ -277,28 +267,32 @@ WITHIN_A_STEP = {  # what happens, and behind which substep: of a step with four
 }
 
 
+def act_within_a_step(trainer, act, substep: int) -> None:
+    """Acts after some of the batches of a step, as the handler of a signal may."""
+    seen, end = itertools.count(1), trainer.callback_handler.on_substep_end
+
+    def on_substep_end(args, state, control):
+        control = end(args, state, control)
+        if next(seen) == substep:
+            act(trainer, control)
+        return control
+
+    trainer.callback_handler.on_substep_end = on_substep_end
+
+
 def acting(trainer_class: type, act, substep: int) -> type:
     """A subclass that acts after some of the batches of a step, and trains again after an exception."""
 
     class Acting(trainer_class):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.add_callback(Acts(self))
+            act_within_a_step(self, act, substep)
 
         def train(self):
             try:
                 return super().train()
             except Interrupted:
                 return super().train()
-
-    class Acts(TrainerCallback):
-        def __init__(self, trainer):
-            self.trainer, self.seen = trainer, 0
-
-        def on_substep_end(self, args, state, control, **kwargs):
-            self.seen += 1
-            if self.seen == substep:
-                act(self.trainer, control)
 
     return Acting
 

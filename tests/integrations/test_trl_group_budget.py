@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 import fastdpo
 from fastdpo.integrations import outcomes
 from fastdpo.integrations.trl import groups
 from fastdpo.models import calls as counters
+from tests.integrations.test_trl_budget import act_within_a_step
 from tests.support.trl.dpo import LORA
 from tests.support.trl.groups import build_group
 from tests.support.trl.online import writer
@@ -113,21 +113,12 @@ def test_the_outcome_of_the_option(tmp_path):
     assert re.search(r"; max_tokens=45 \(\d+ steps in \d+ micro-batches\)$", outcomes.line(GRPO))
 
 
-class StopsWithinAStep(TrainerCallback):
-    """Stops the first training after two of the four batches of its second step."""
-
-    def __init__(self):
-        self.substeps = 0
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.substeps += 1
-        control.should_training_stop |= self.substeps == 5
-
-
 def test_a_training_after_one_that_was_stopped_within_a_step(tmp_path):
+    """The first one is stopped after two of the four batches of its second step."""
     fastdpo.patch(GRPO, max_tokens=MAX_TOKENS[GRPO])
     options = {**STEPS, "steps_per_generation": 4, "beta": 0.0}
-    trainer = build_group(tmp_path, writer(), callbacks=[StopsWithinAStep()], **options)
+    trainer = build_group(tmp_path, writer(), **options)
+    act_within_a_step(trainer, lambda trainer, control: setattr(control, "should_training_stop", True), 5)
     trainer.train()
     assert trainer.state.global_step == 1
     steps = counters.outcomes[GRPO, "steps"]

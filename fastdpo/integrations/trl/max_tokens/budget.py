@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -22,15 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ....logs import warn
+from ....models import forward
 from ....models.batch import as_current
 from ....models.calls import outcomes
+from ....reasons import Reason
 from ...line import TrainerLine
 from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
 from ..gathering import of_all_ranks
 from .learned_tokens import LearnedTokens, learning
 from .planning import UnitPlanner
-from .refusals import require_supported, stepping_reason, unsupported_reason
+from .refusals import require_supported, unsupported_reason, user_code_reason
 
 Batch = dict[str, Any]
 
@@ -60,10 +62,13 @@ class BudgetLine(TrainerLine):
     Attributes:
         replaced_with_budget: functions of the class that are replaced with `max_tokens` only.
         rows_of_unit: the number of rows that stay together. Batches have the first rows of all units first.
+        max_tokens: the option of `patch()`, or None if code that it relies on has changed.
     """
 
     replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step", "train", "evaluate", "_maybe_log_save_evaluate")
     rows_of_unit: ClassVar[int] = 1
+
+    max_tokens: int | Literal["auto"] | None
 
     # What a trainer defines.
 
@@ -117,14 +122,21 @@ class BudgetLine(TrainerLine):
 
     def replace(self) -> None:
         super().replace()
-        if self.options.max_tokens is not None:
+        self.max_tokens = self.options.max_tokens
+        changed = [] if self.max_tokens is None else self.changed_code(self.options_rely_on["max_tokens"])
+        if changed:
+            self.max_tokens = None
+            functions = f"{', '.join(changed)}, on which max_tokens relies"
+            warn(f"{self.name}: keeps the batches of TRL, {Reason('changed-code', functions=functions).named}")
+        if self.max_tokens is not None:
             for name in self.replaced_with_budget:
                 self.wrap(name, getattr(self, name))
 
     def attach(self, trainer: Any) -> None:
         state = self.state_of(trainer)
-        if state is not None and self.options.max_tokens is not None:
-            require_supported(self._uncuttable(trainer))
+        if state is not None and self.max_tokens is not None:
+            user_code = user_code_reason(trainer, _models(trainer, trainer.model), self.trainer_class())
+            require_supported(self._uncuttable(trainer) or user_code)
             state.budget = StepBudget(self, trainer)
             trainer.add_callback(callback(on_step_begin=state.budget.start_step))
         elif state is not None:
@@ -139,6 +151,16 @@ class BudgetLine(TrainerLine):
 
     def _uncuttable(self, trainer: Any) -> str | None:
         return unsupported_reason(trainer, self.trainer_class()) or self.uncuttable(trainer)
+
+    def step_reason(self, trainer: Any, model: nn.Module) -> str | None:
+        """Why the step that begins cannot be cut, with the policy in the wrappers of engines, or None: code that sees
+        each batch, or models whose rows may depend on their batch.
+        """
+        models = _models(trainer, model)
+        fallbacks = filter(None, map(forward.fallback_reason, models))
+        return user_code_reason(trainer, models, self.trainer_class()) or next(
+            (f"models that fall back, since rows may depend on their batch: {x.named}" for x in fallbacks), None
+        )
 
     def disable(self) -> None:
         budgets = [(trainer, self.budget_of(trainer)) for trainer in self.trainers()]
@@ -196,9 +218,9 @@ class StepBudget:
     """
 
     def __init__(self, line: BudgetLine, trainer: Any):
-        is_learned = line.options.max_tokens == "auto"
+        is_learned = line.max_tokens == "auto"
         self._learned = LearnedTokens(trainer, line.name) if is_learned else None
-        self._line, self._max_tokens = line, 0 if is_learned else cast(int, line.options.max_tokens)
+        self._line, self._max_tokens = line, 0 if is_learned else cast(int, line.max_tokens)
         self._batches: list[Batch] = []  # of the step, not trained on yet
         self._position = 0  # in the step, of the next batch
         self._has_batches = False  # of the step, which may have been trained on
@@ -231,6 +253,8 @@ class StepBudget:
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
+        if self._position == 0:
+            require_supported(self._line.step_reason(trainer, model))
         self._model, self._train_on = model, train_on
         self._batches.append(trainer._prepare_inputs(inputs))
         self._has_batches = True
@@ -277,7 +301,6 @@ class StepBudget:
             self._scored[-1].update((name, x.detach()) for name, x in scores.items())
 
     def _train_on_batches(self, trainer: Any, ends_step: bool) -> None:
-        require_supported(stepping_reason(self._model))
         batches, self._batches = self._batches, []
         self._position *= not ends_step
         joined = self._line.joined(trainer, batches)
@@ -349,6 +372,11 @@ class StepBudget:
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     return cast(Batch, send_to_device(batch, device))
+
+
+def _models(trainer: Any, policy: nn.Module) -> list[nn.Module]:
+    """The models that score the batches of a trainer."""
+    return [x for x in (policy, getattr(trainer, "ref_model", None)) if x is not None]
 
 
 def _of_width(scores: Tensor, width: int) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ....models.attachments import is_hook_of_engine
-from ....models.functions import module_of, name_of
+from ....models.attachments import hooks_of, hooks_of_every_module, is_hook_of_engine, of_users
+from ....models.functions import module_of, name_of, wrapped_in
 from ....models.harmless import is_of
+from ....models.parts import find_base
 from ....models.support import rope_reason
 from ...bypass import is_overridden
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 LOSS_FUNCTIONS = ("compute_loss", "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
 """The functions in which TRL's trainers compute the loss of a batch. Each of them has some."""
+
+KNOWN = ("transformers", "accelerate", "trl", "peft", "fastdpo", "axolotl", "torch")
+"""Packages whose functions within a step read nothing of a batch."""
 
 
 def require_supported(reason: str | None) -> None:
@@ -45,16 +50,53 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
     return None
 
 
-def stepping_reason(model: nn.Module) -> str | None:
-    """The hook in which an optimizer may step when a gradient is complete, if there is one. Engines have some that do
-    not.
+def user_code_reason(trainer: Any, models: Iterable[nn.Module], stock: type) -> str | None:
+    """Why a step of a trainer cannot be cut as it is now, or None: code of users that runs for each of its batches, and
+    would see other ones.
+
+    Args:
+        trainer: the trainer, of the class `stock` or of a subclass.
+        models: those that score its batches, in the wrappers of engines.
+        stock: the class that is patched.
     """
-    hooks: list[Callable] = []
+    for name in ("training_step", "_prepare_inputs", *LOSS_FUNCTIONS):
+        function = getattr(trainer, name, None)
+        if function is not None and not _is_known(function):
+            if name in vars(trainer):
+                return f"{name_of(function)}, set as {name} of the trainer"
+            return f"{type(trainer).__name__}, which overrides {name} of {stock.__name__}"
+    if not _is_known(trainer.accelerator.backward):
+        return f"{name_of(trainer.accelerator.backward)}, set as backward of the accelerator"
+    for callback in trainer.callback_handler.callbacks:
+        if not _is_known(callback.on_substep_end):
+            return f"callbacks that act within a step, as {type(callback).__name__}.on_substep_end may do"
+    return next(filter(None, map(_hook_reason, models)), None)
+
+
+def _is_known(function: Callable) -> bool:
+    """Whether a function and those that it wraps are of packages that read nothing of a batch within a step."""
+    return all(is_of(module_of(x), KNOWN) for x in wrapped_in(function))
+
+
+def _hook_reason(model: nn.Module) -> str | None:
+    """The hook of a parameter, of a model or of its wrappers that would run for each micro-batch, if there is one.
+    Engines have some that do not look at batches.
+    """
+    of_parameters, stepping = [], []
     for x in model.parameters():
-        hooks += (x._post_accumulate_grad_hooks or {}).values()
-        hooks += (hook for hook in (x._backward_hooks or {}).values() if is_of(module_of(hook), ("lomo_optim",)))
-    found = next((name_of(hook) for hook in hooks if not is_hook_of_engine(hook)), None)
-    return found and f"optimizers that step in the backward pass, as {found} may do: it would run for each micro-batch"
+        of_parameters += (x._backward_hooks or {}).values()
+        stepping += (x._post_accumulate_grad_hooks or {}).values()
+    stepping += [hook for hook in of_parameters if is_of(module_of(hook), ("lomo_optim",))]
+    base = find_base(model)
+    modules = [*itertools.takewhile(lambda x: x is not base, model.modules()), *([] if base is None else [base])]
+    of_modules = [*hooks_of_every_module(), *itertools.chain.from_iterable(map(hooks_of, modules))]
+    hooks = {
+        "optimizers that step in the backward pass, as {} may do": stepping,
+        "hooks of parameters, as {} is one": of_parameters,
+        "hooks of the model, as {} is one": of_users(of_modules),
+    }
+    found = ((what, hook) for what, some in hooks.items() for hook in some if not is_hook_of_engine(hook))
+    return next((f"{what.format(name_of(hook))}: it would run for each micro-batch" for what, hook in found), None)
 
 
 def width_reason(model: PreTrainedModel, width: int) -> str | None:
