@@ -154,8 +154,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     runner.add_argument(
         "--max-tokens",
         type=_tokens,
+        default=PatchOptions().max_tokens,
         metavar="TOKENS",
-        help="cut each step into micro-batches of up to this many tokens, or auto",
+        help="cut each step into micro-batches of up to this many tokens, or own, auto or none (default: own)",
     )
     runner.add_argument(
         "--compile",
@@ -170,11 +171,13 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     runner.set_defaults(start=_run)
 
 
-def _tokens(text: str) -> int | str:
+def _tokens(text: str) -> int | str | None:
+    if text in ("own", "auto", "none"):
+        return None if text == "none" else text
     try:
-        return text if text == "auto" else int(text)
+        return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'must be a positive integer or "auto"; got {text!r}') from None
+        raise argparse.ArgumentTypeError(f"must be a positive integer, own, auto or none; got {text!r}") from None
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -141,7 +141,10 @@ def test_another_sitecustomize_still_runs(tmp_path):
             "does not exist\n",
         ),
         (("--only", "trl.PPOTrainer", "x.py"), "fastdpo run: targets must be among trl.DPOTrainer"),
-        (("--max-tokens", "-1", "x.py"), 'fastdpo run: max_tokens must be a positive integer, "auto" or None; got -1'),
+        (
+            ("--max-tokens", "-1", "x.py"),
+            'fastdpo run: max_tokens must be a positive integer, "own", "auto" or None; got -1',
+        ),
     ],
 )
 def test_misuse_is_an_error_of_one_line(command, message):

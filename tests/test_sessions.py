@@ -40,7 +40,7 @@ ERRORS = {
     'patch("trl.dpotrainer")': "ValueError: patch: targets must be among trl.DPOTrainer, ..., or be trainer classes; "
     "got 'trl.dpotrainer'; did you mean trl.DPOTrainer?",
     "patch(max_token=500)": "TypeError: patch() got an unexpected keyword argument 'max_token'",
-    "patch(max_tokens=0)": 'ValueError: patch: max_tokens must be a positive integer, "auto" or None; got 0',
+    "patch(max_tokens=0)": 'ValueError: patch: max_tokens must be a positive integer, "own", "auto" or None; got 0',
     'patch(share_prompts="no")': "TypeError: patch: share_prompts must be True or False; got 'no'",
 }
 """What a wrong call says. Lists are cut after their first element."""

@@ -17,7 +17,7 @@ class PatchOptions(NamedTuple):
     """The options of `patch()`, which explains them. Trainers that are created later use them."""
 
     share_prompts: bool = True
-    max_tokens: int | Literal["auto"] | None = None
+    max_tokens: int | Literal["own", "auto"] | None = "own"
     compile: Compile = "auto"
     verify: bool = False
 
@@ -33,9 +33,9 @@ class PatchOptions(NamedTuple):
         tokens = self.max_tokens
         checks.require_flags(op, share_prompts=self.share_prompts, verify=self.verify)
         require_compile(op, self.compile)
-        if tokens is None or (isinstance(tokens, str) and tokens == "auto"):
+        if tokens is None or (isinstance(tokens, str) and tokens in ("own", "auto")):
             return self
-        checks.require_integer(op, "max_tokens", tokens, rule := 'be a positive integer, "auto" or None')
+        checks.require_integer(op, "max_tokens", tokens, rule := 'be a positive integer, "own", "auto" or None')
         checks.require(int(tokens) > 0, op, "max_tokens", rule, tokens)
         return self._replace(max_tokens=int(tokens))
 

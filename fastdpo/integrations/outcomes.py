@@ -10,12 +10,15 @@ from .options import applies
 
 
 def line(trainer: str) -> str | None:
-    """The counters of a trainer and the outcomes of its options, or None if none of its models was called."""
+    """The counters of a trainer and the outcomes of its options, those that were given and those that had one, or None
+    if none of its models was called.
+    """
     counted = calls_line(trainer)
     options = patching.options_of(trainer)
     if counted is None or options is None:
         return counted
-    return "; ".join([counted, *_outcomes(trainer, options.given())])
+    cut = {"max_tokens": options.max_tokens} if outcomes[trainer, "steps"] else {}
+    return "; ".join([counted, *_outcomes(trainer, options.given() | cut)])
 
 
 def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:

@@ -132,7 +132,7 @@ _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def patch(
     *targets: Target | Sequence[Target],
     share_prompts: bool = True,
-    max_tokens: int | Literal["auto"] | None = None,
+    max_tokens: int | Literal["own", "auto"] | None = "own",
     compile: Compile = "auto",
     verify: bool = False,
 ) -> PatchReport:
@@ -149,8 +149,9 @@ def patch(
         share_prompts: compute what rows of a batch begin with once. With dropout, they then draw
             the same values for these tokens.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
-            distinct tokens, or, with "auto", of as many as are useful and fit into the device's
-            memory. TRL's DPO-, Reward-, KTO-, SFT-, GRPO-, RLOO- and TPOTrainer take it.
+            distinct tokens: with "own", of as many as the trainer's largest padded batch has, where
+            nothing can tell the difference; with "auto", of as many as are useful and fit into the
+            device's memory. TRL's DPO-, Reward-, KTO-, SFT-, GRPO-, RLOO- and TPOTrainer take it.
         compile: compile the decoder layers for packed calls, once for batches of all lengths, and
             replay CUDA graphs where that is faster. "auto": on a GPU, where both pay in what is left of
             the training.
@@ -173,7 +174,7 @@ def patch(
 def patched(
     *targets: Target | Sequence[Target],
     share_prompts: bool = True,
-    max_tokens: int | Literal["auto"] | None = None,
+    max_tokens: int | Literal["own", "auto"] | None = "own",
     compile: Compile = "auto",
     verify: bool = False,
 ) -> Iterator[PatchReport]:

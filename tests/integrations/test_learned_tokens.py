@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo.integrations.trl.max_tokens import budget, learned_tokens
+from fastdpo.integrations.trl.max_tokens import learned_tokens
 from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
 from fastdpo.models import calls as counters
 from tests.support.stand_ins.device_memory import DeviceMemory
@@ -131,22 +131,3 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
         with learning(learned):
             pass
         assert [*saved.values()] in ([], [[0, False]])
-
-
-@pytest.mark.parametrize(
-    ("accumulated", "options", "advised"),
-    [
-        (8, {}, True),
-        (1, {}, False),
-        (8, dict(loss_type="aot"), False),
-        (8, dict(max_tokens="auto"), False),
-    ],
-)
-def test_who_accumulates_is_told_of_the_option(tmp_path, monkeypatch, caplog, accumulated, options, advised):
-    """On a device that waits for the host, and if the trainer's steps can be cut."""
-    monkeypatch.setattr(budget, "FILLED", "cpu")
-    DeviceMemory(monkeypatch, TOTAL)
-    fastdpo.patch(DPO, max_tokens=options.pop("max_tokens", None))
-    trained(DPO, tmp_path, gradient_accumulation_steps=accumulated, max_steps=1, **options)
-    given = [x.message for x in caplog.records if "accumulates" in x.message]
-    assert given == advised * [f"fastdpo: {DPO}: {budget.ADVICE.format(accumulated)}"]

@@ -126,7 +126,7 @@ def test_an_empty_list_does_not_mean_all(empty):
         fastdpo.patch(empty)
 
 
-TOKENS = 'max_tokens must be a positive integer, "auto" or None; got '
+TOKENS = 'max_tokens must be a positive integer, "own", "auto" or None; got '
 MALFORMED = [
     ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
     ("share_prompts", None, TypeError, "share_prompts must be True or False; got None"),

@@ -45,7 +45,7 @@ def test_a_program_may_give_the_options_of_the_command(start, targets, options):
 @pytest.mark.parametrize(
     ("command", "program", "had", "got"),
     [
-        (dict(max_tokens=500, verify=True), {}, "max_tokens=500, verify=True", "max_tokens=None, verify=False"),
+        (dict(max_tokens=500, verify=True), {}, "max_tokens=500, verify=True", "max_tokens='own', verify=False"),
         (dict(max_tokens=500), dict(max_tokens=300), "max_tokens=500", "max_tokens=300"),
         ({}, dict(share_prompts=False), "share_prompts=True", "share_prompts=False"),
     ],

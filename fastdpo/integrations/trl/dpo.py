@@ -88,7 +88,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         """Batches are packed for the labels that a tested `_compute_loss` makes of them."""
-        if self.is_newer and self.budget_of(trainer) is None:
+        if self.is_newer and not self.cuts(trainer):
             return stock(trainer, *args, **kwargs)
         return super().get_train_dataloader(stock, trainer, *args, **kwargs)
 

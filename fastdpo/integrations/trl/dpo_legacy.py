@@ -57,7 +57,7 @@ class LegacyDPOLine(TrainerLine):
         return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
 
     def replace(self) -> None:
-        if self.options.max_tokens:
+        if self.options.max_tokens not in (None, "own"):
             warn(f"{self.name}: max_tokens requires TRL 1.8 or later")
         super().replace()
 

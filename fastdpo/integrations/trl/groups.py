@@ -28,6 +28,7 @@ from ...reasons import Reason
 from ..line import option_reason
 from .fused_head import FusedHeadLine
 from .max_tokens.budget import STEPS, Batch, BudgetLine
+from .max_tokens.refusals import NotCut
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
@@ -79,7 +80,7 @@ class GroupLine(BudgetLine, FusedHeadLine):
     def training_step(self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, which counts batches and takes the time of a step, around one that cuts the step."""
         budget = self.budget_of(trainer)
-        if budget is None:
+        if budget is None or budget.keeps(trainer, model):
             return stock(trainer, model, inputs, *args, **kwargs)
         start, step = time.perf_counter(), super(self.trainer_class(), trainer).training_step
         loss = budget.training_step(trainer, model, inputs, lambda batch: step(model, batch, *args, **kwargs))
@@ -134,6 +135,9 @@ class GroupLine(BudgetLine, FusedHeadLine):
     def width(self, batch: Batch) -> int:
         return batch["completion_ids"].shape[1]
 
+    def padded_tokens(self, batch: Batch) -> int:
+        return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+
     def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
         units = units.to(trainer.accelerator.device)
         return {name: x[units] if x is not None and x.ndim else x for name, x in joined.items()}
@@ -149,5 +153,5 @@ def joined_entry(name: str, values: list[Any]) -> Tensor | None:
     if first is None or (isinstance(first, Tensor) and first.ndim == 0):  # of the whole generation
         return first
     if not isinstance(first, Tensor) or name.startswith(("pixel", "image")):
-        raise NotImplementedError(f"patch: max_tokens does not support batches with {name}, such as those with images")
+        raise NotCut(f"batches with {name}, such as those with images")
     return torch.cat(values)

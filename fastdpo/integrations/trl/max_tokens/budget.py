@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....logs import warn
+from ....logs import logger, warn
 from ....models import forward
 from ....models.batch import as_current
 from ....models.calls import outcomes
@@ -30,9 +31,9 @@ from ...line import TrainerLine
 from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
 from ..gathering import of_all_ranks
-from .learned_tokens import LearnedTokens, learning
+from .learned_tokens import LearnedTokens, OwnTokens, learning
 from .planning import UnitPlanner
-from .refusals import require_supported, unsupported_reason, user_code_reason
+from .refusals import NotCut, engine_reason, require_supported, say_kept, unsupported_reason, user_code_reason
 
 Batch = dict[str, Any]
 
@@ -44,13 +45,12 @@ STEPS = (
 )
 """The functions that make steps of batches (see `TrainerLine.options_rely_on`)."""
 
-FILLED = "cuda"
-"""The type of devices that wait for the host while batches are small."""
-
-ADVICE = (
-    'a step accumulates {} batches; fastdpo.patch(max_tokens="auto") trains on the same rows in as few as fit the '
-    "device, which is faster where they are small"
+OUT_OF_MEMORY = (
+    "memory ran out in a step of {} micro-batches; it runs again in the batches of TRL, as all later ones do"
 )
+
+AFTER = 3
+"""The steps after which a trainer says in how many micro-batches the batches of a step are run."""
 
 Scores = dict[str, Tensor]
 """What models have returned for rows that TRL's loss reads, by name: [R, W] each, or [N] for their units."""
@@ -68,7 +68,7 @@ class BudgetLine(TrainerLine):
     replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step", "train", "evaluate", "_maybe_log_save_evaluate")
     rows_of_unit: ClassVar[int] = 1
 
-    max_tokens: int | Literal["auto"] | None
+    max_tokens: int | Literal["own", "auto"] | None
 
     # What a trainer defines.
 
@@ -93,6 +93,10 @@ class BudgetLine(TrainerLine):
 
     def width(self, batch: Batch) -> int:
         """That of the scores of a batch."""
+        raise NotImplementedError
+
+    def padded_tokens(self, batch: Batch) -> int:
+        """Those of a batch with its padding, in the call that has most."""
         raise NotImplementedError
 
     def score_without_gradients(
@@ -125,40 +129,55 @@ class BudgetLine(TrainerLine):
         self.max_tokens = self.options.max_tokens
         changed = [] if self.max_tokens is None else self.changed_code(self.options_rely_on["max_tokens"])
         if changed:
-            self.max_tokens = None
             functions = f"{', '.join(changed)}, on which max_tokens relies"
-            warn(f"{self.name}: keeps the batches of TRL, {Reason('changed-code', functions=functions).named}")
+            text = f"{self.name}: keeps the batches of TRL, {Reason('changed-code', functions=functions).named}"
+            logger.info("fastdpo: %s", text) if self.max_tokens == "own" else warn(text)
+            self.max_tokens = None
         if self.max_tokens is not None:
             for name in self.replaced_with_budget:
                 self.wrap(name, getattr(self, name))
 
     def attach(self, trainer: Any) -> None:
-        state = self.state_of(trainer)
-        if state is not None and self.max_tokens is not None:
-            user_code = user_code_reason(trainer, _models(trainer, trainer.model), self.trainer_class())
-            require_supported(self._uncuttable(trainer) or user_code)
-            state.budget = StepBudget(self, trainer)
-            trainer.add_callback(callback(on_step_begin=state.budget.start_step))
-        elif state is not None:
-            self._advise(trainer)
+        self._attach_budget(trainer)
         super().attach(trainer)
 
-    def _advise(self, trainer: Any) -> None:
-        """Names the option to who accumulates batches on a device that they may not fill."""
-        batches, device = trainer.args.gradient_accumulation_steps, trainer.args.device
-        if batches > 1 and device.type == FILLED and trainer.args.process_index == 0 and not self._uncuttable(trainer):
-            warn(f"{self.name}: {ADVICE.format(batches)}")
+    def _attach_budget(self, trainer: Any) -> None:
+        state, is_own = self.state_of(trainer), self.max_tokens == "own"
+        if state is None or self.max_tokens is None or (is_own and trainer.args.gradient_accumulation_steps == 1):
+            return
+        reason = self._uncuttable(trainer)
+        if not is_own:
+            require_supported(reason or self._user_code_reason(trainer, trainer.model))
+        elif reason := engine_reason(trainer) or reason:
+            say_kept(self.name, reason)
+            return
+        state.budget = StepBudget(self, trainer)
+        trainer.add_callback(callback(on_step_begin=state.budget.start_step))
+
+    def cuts(self, trainer: Any) -> bool:
+        """Whether the steps of a trainer are cut, as far as is known before its first call."""
+        return self.budget_of(trainer) is not None and (
+            self.max_tokens != "own" or not self._kept_reason(trainer, trainer.model)
+        )
 
     def _uncuttable(self, trainer: Any) -> str | None:
         return unsupported_reason(trainer, self.trainer_class()) or self.uncuttable(trainer)
+
+    def _user_code_reason(self, trainer: Any, model: nn.Module) -> str | None:
+        return user_code_reason(trainer, _models(trainer, model), self.trainer_class())
+
+    def _kept_reason(self, trainer: Any, model: nn.Module) -> str | None:
+        """The same by default, where other random numbers are a reason as well."""
+        is_random = forward.is_random(trainer.model, self.name)
+        return self._user_code_reason(trainer, model) or ("a policy that draws random numbers" if is_random else None)
 
     def step_reason(self, trainer: Any, model: nn.Module) -> str | None:
         """Why the step that begins cannot be cut, with the policy in the wrappers of engines, or None: code that sees
         each batch, or models whose rows may depend on their batch.
         """
-        models = _models(trainer, model)
-        fallbacks = filter(None, map(forward.fallback_reason, models))
-        return user_code_reason(trainer, models, self.trainer_class()) or next(
+        seen = (self._kept_reason if self.max_tokens == "own" else self._user_code_reason)(trainer, model)
+        fallbacks = filter(None, map(forward.fallback_reason, _models(trainer, model)))
+        return seen or next(
             (f"models that fall back, since rows may depend on their batch: {x.named}" for x in fallbacks), None
         )
 
@@ -177,7 +196,7 @@ class BudgetLine(TrainerLine):
         self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         budget = self.budget_of(trainer)
-        if budget is None:
+        if budget is None or budget.keeps(trainer, model):
             return stock(trainer, model, inputs, *args, **kwargs)
         return budget.training_step(trainer, model, inputs, lambda batch: stock(trainer, model, batch, *args, **kwargs))
 
@@ -218,9 +237,14 @@ class StepBudget:
     """
 
     def __init__(self, line: BudgetLine, trainer: Any):
-        is_learned = line.max_tokens == "auto"
-        self._learned = LearnedTokens(trainer, line.name) if is_learned else None
-        self._line, self._max_tokens = line, 0 if is_learned else cast(int, line.max_tokens)
+        kinds: dict[Any, type[LearnedTokens]] = {"own": OwnTokens, "auto": LearnedTokens}
+        kind = kinds.get(line.max_tokens)
+        self._is_own, self._learned = line.max_tokens == "own", kind and kind(trainer, line.name)
+        self._line, self._max_tokens = line, cast(int, line.max_tokens)
+        self._is_decided = self._keeps = False  # whether the step has the batches of TRL
+        self._has_failed = False  # whether a step has run out of memory
+        self._cut_steps = 0
+        self._has_said = False  # why batches are kept
         self._batches: list[Batch] = []  # of the step, not trained on yet
         self._position = 0  # in the step, of the next batch
         self._has_batches = False  # of the step, which may have been trained on
@@ -236,6 +260,7 @@ class StepBudget:
     def start_step(self, *args: Any, **kwargs: Any) -> None:
         """Begins a step. A training that was stopped within one may have left its position."""
         self._batches, self._position, self._loss, self._has_batches = [], 0, None, False
+        self._is_decided = False
         self._handed_back.undo()
 
     def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
@@ -250,11 +275,8 @@ class StepBudget:
         Returns:
             The loss of all units that were trained on since the last batch, a scalar.
         """
-        model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        if self._position == 0:
-            require_supported(self._line.step_reason(trainer, model))
         self._model, self._train_on = model, train_on
         self._batches.append(trainer._prepare_inputs(inputs))
         self._has_batches = True
@@ -264,8 +286,36 @@ class StepBudget:
             self._train_on_batches(trainer, ends_step)
         return self.loss_since(trainer)
 
+    def keeps(self, trainer: Any, model: nn.Module) -> bool:
+        """Whether the step has the batches of TRL, which its first batch decides.
+
+        Raises:
+            NotCut: it cannot be cut, and `max_tokens` is not the default.
+        """
+        model.train()
+        if self._is_decided:
+            return self._keeps
+        self._is_decided, self._keeps = True, self._is_own
+        if self._is_own and (self._has_failed or trainer.current_gradient_accumulation_steps == 1):
+            return True
+        reason = self._line.step_reason(trainer, model)
+        if not self._is_own:
+            require_supported(reason)
+        elif reason is not None:
+            self._say_kept(reason)
+        else:
+            self._keeps = False
+        return self._keeps
+
+    def _say_kept(self, reason: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            say_kept(self._line.name, reason)
+
     def require_batches(self, trainer: Any) -> None:
         """Raises NotImplementedError if the step that the trainer is about to take was not cut."""
+        if self._is_own:
+            return
         stock = self._line.trainer_class().__name__
         own = f"{type(trainer).__name__}, whose training_step does not call that of {stock}"
         require_supported(None if self._has_batches else own)
@@ -286,10 +336,7 @@ class StepBudget:
         def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             self._handed_back.undo()
             batches, self._batches = self._batches, []
-            loss = self.loss_since(trainer)
-            for batch in batches:
-                with _taking_prepared(trainer), _without_sync(trainer, model):
-                    loss = loss + self._train_on(batch)
+            loss = self.loss_since(trainer) + self._train_uncut(trainer, batches, ends_step=False)
             return loss + trainer.training_step(model, *args, **kwargs)
 
         if trainer.is_in_train:
@@ -303,17 +350,70 @@ class StepBudget:
     def _train_on_batches(self, trainer: Any, ends_step: bool) -> None:
         batches, self._batches = self._batches, []
         self._position *= not ends_step
+        try:
+            loss = self._train_cut(trainer, batches, ends_step)
+        except NotCut as error:
+            if not self._is_own:
+                raise
+            self._say_kept(error.reason)
+            loss = None
+        if loss is None:
+            loss = self._train_uncut(trainer, batches, ends_step)
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def _train_cut(self, trainer: Any, batches: list[Batch], ends_step: bool) -> Tensor | None:
+        """Trains on batches in micro-batches. Returns their loss, or None if the trainer has to train on its batches by
+        default: these are fewer, or memory has run out, of which nothing is left but a warning.
+        """
+        batches = [*map(dict, batches)]
         joined = self._line.joined(trainer, batches)
         weights = [x for batch in batches for x in [self._line.weight(trainer, batch)] * self._line.size(batch)]
         micro_batches = self._cut(trainer, batches, joined, weights)
-        outcomes[self._line.name, "steps"] += ends_step
-        outcomes[self._line.name, "micro-batches"] += len(micro_batches)
-        with _taking_prepared(trainer):
-            self._line.score_without_gradients(trainer, self._model, batches, joined, micro_batches)
-            with temporarily(self, is_running=True, _scored=[]):
+        if self._is_own and len(micro_batches) > len(batches):
+            self._count(len(batches), len(batches), ends_step)
+            return None
+        may_repeat = self._is_own and all(x.grad is None for x in self._model.parameters())
+        loss = None
+        with _taking_prepared(trainer), temporarily(self, is_running=False, _scored=[]):
+            try:
+                self._line.score_without_gradients(trainer, self._model, batches, joined, micro_batches)
+                self.is_running = True
                 loss = self._train(trainer, joined, micro_batches, weights, ends_step)
+            except torch.OutOfMemoryError:
+                if not may_repeat:
+                    raise
+            if loss is not None:
                 self.log_metrics(trainer, batches, torch.cat(micro_batches))
-        self._loss = loss if self._loss is None else self._loss + loss
+        if loss is None:  # outside of the block that has the error, which holds tensors
+            self._has_failed = True
+            self._model.zero_grad()
+            del joined
+            clear_device_cache(garbage_collection=True)
+            warn(f"{self._line.name}: {OUT_OF_MEMORY.format(len(micro_batches))}")
+            return None
+        self._count(len(batches), len(micro_batches), ends_step)
+        return loss
+
+    def _train_uncut(self, trainer: Any, batches: list[Batch], ends_step: bool) -> Tensor:
+        """Trains on batches as they are."""
+        loss = torch.zeros((), device=trainer.args.device)
+        for i, batch in enumerate(batches):
+            is_last = ends_step and i == len(batches) - 1
+            with _taking_prepared(trainer), self._within_a_step(trainer, is_last):
+                loss = loss + self._train_on(batch)
+        return loss
+
+    def _within_a_step(self, trainer: Any, is_last: bool) -> AbstractContextManager[None]:
+        """A context for a micro-batch of a step, which may be its last one."""
+        return learning(self._learned) if is_last else _without_sync(trainer, self._model)
+
+    def _count(self, batches: int, micro_batches: int, ends_step: bool) -> None:
+        outcomes[self._line.name, "steps"] += ends_step
+        outcomes[self._line.name, "micro-batches"] += micro_batches
+        self._cut_steps += ends_step
+        if self._is_own and ends_step and self._cut_steps == AFTER:
+            text = f"{batches} batches of a step run as about {micro_batches}; max_tokens=None keeps them"
+            logger.info("fastdpo: %s: %s", self._line.name, text)
 
     def _cut(self, trainer: Any, batches: list[Batch], joined: Batch, weights: list[float]) -> list[Tensor]:
         """The units of each micro-batch, which have one weight, by their numbers in the joined batches."""
@@ -322,7 +422,8 @@ class StepBudget:
         if self._learned is not None:
             ends = itertools.accumulate(map(self._line.size, batches), initial=0)
             of_batches = (units[start:end] for start, end in itertools.pairwise(ends))
-            max_tokens = self._learned.of_step(max(UnitPlanner(x, share=share).tokens(0, len(x)) for x in of_batches))
+            packed = max(UnitPlanner(x, share=share).tokens(0, len(x)) for x in of_batches)
+            max_tokens = self._learned.of_step(packed, max(map(self._line.padded_tokens, batches)))
         runs = planner.cut(max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
         if largest > max_tokens and self._learned is None and not self._warned:
@@ -346,7 +447,7 @@ class StepBudget:
             weight = weights[units[0]] * len(units)
             self._scored.append({})
             with (
-                learning(self._learned) if is_last else _without_sync(trainer, self._model),
+                self._within_a_step(trainer, is_last),
                 temporarily(trainer, current_gradient_accumulation_steps=1 / weight) if weight else nullcontext(),
                 self._line.training(trainer),
                 _without_metrics(trainer),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import psutil
 import torch
@@ -85,6 +85,14 @@ def memory(device: torch.device) -> MemoryReport | None:
     return None
 
 
+def fitting_tokens(ran: int, taken: int, now: MemoryReport, used: int) -> int:
+    """The tokens of a micro-batch that fits, where one of `ran` tokens takes `taken` bytes next to those that this
+    process has `used`.
+    """
+    room = (1 - KEPT_FREE) * now.total - now.others - used
+    return int(ran * math.sqrt(max(room, 1) / max(taken, 1)))
+
+
 def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
     """The tokens from which a larger micro-batch gains nothing, by arithmetic from what was measured."""
     if device.type == "cpu":
@@ -107,23 +115,32 @@ class LearnedTokens:
         name: of its line.
     """
 
+    what: ClassVar[str] = "max_tokens"
+    nothing: ClassVar[tuple[int, ...]] = (0, False)
+
     def __init__(self, trainer: Any, name: str):
         self._trainer, self._name = trainer, name
+        args = trainer.args  # an engine for generation takes memory back that it has given
+        self._has_engine = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate"
         self._ran = 0  # tokens of the largest micro-batch so far
+        self._useful = 0
         self._key = ""
 
     @property
     def device(self) -> torch.device:
         return self._trainer.accelerator.device
 
-    def of_step(self, own: int) -> int:
+    def of_step(self, packed: int, padded: int = 0) -> int:
         """The tokens that a micro-batch of the step may have.
 
         Args:
-            own: the tokens of the largest batch that TRL would run in it.
+            packed: those of the largest batch that TRL would run in it.
+            padded: the same with padding.
         """
+        if self._has_engine:
+            return packed
         tokens, is_final = self._saved()
-        return tokens if is_final else max(tokens, own)
+        return tokens if is_final else max(tokens, packed, padded)
 
     def ran(self, tokens: int) -> None:
         """Takes note of the tokens of a micro-batch on this rank."""
@@ -131,7 +148,7 @@ class LearnedTokens:
 
     def is_learning(self) -> bool:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
-        return self._trainer.state.global_step > 0 and not self._saved()[1]
+        return self._trainer.state.global_step > 0 and not self._has_engine and not self._saved()[1]
 
     def learn(self, before: MemoryReport | None, after: MemoryReport | None) -> None:
         """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
@@ -140,14 +157,13 @@ class LearnedTokens:
         fitting, limit = self._ran, "the device reports no peak of memory"
         if before is not None and after is not None:
             limit = "more would not fit"
-            room = (1 - KEPT_FREE) * after.total - after.others - before.used
-            fitting = int(self._ran * math.sqrt(max(room, 1) / max(after.peak - before.used, 1)))
+            fitting = fitting_tokens(self._ran, after.peak - before.used, after, before.used)
         if self._trainer.accelerator.optimizer_step_was_skipped:  # its states may be missing
             fitting = -1
         fitting, ran = self._of_ranks(fitting, self._ran)
         if fitting < 0:
             return
-        useful = useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
+        useful = self._useful_tokens()
         ran = max(ran, self._saved()[0])
         tokens = max(ran, min(fitting, useful))
         is_final = tokens >= useful or fitting < LEAST_GROWTH * ran
@@ -156,6 +172,10 @@ class LearnedTokens:
             why = "more would not be faster" if tokens >= useful else limit
             text = f'max_tokens="auto" is {tokens} from here on, since {why}; max_tokens={tokens} repeats it'
             say(self._trainer, f"fastdpo: {self._name}: {text}")
+
+    def _useful_tokens(self) -> int:
+        self._useful = self._useful or useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
+        return self._useful
 
     def _of_ranks(self, fitting: int, ran: int) -> tuple[int, int]:
         """What fits on every rank, and the most that any has run."""
@@ -170,8 +190,38 @@ class LearnedTokens:
         if not self._key:
             report = memory(self.device)
             total, _ = self._of_ranks(0 if report is None else report.total, 0)
-            self._key = f"fastdpo: max_tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
-        return self._trainer.state.stateful_callbacks.setdefault(self._key, [0, False])
+            self._key = f"fastdpo: {self.what} on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
+        return self._trainer.state.stateful_callbacks.setdefault(self._key, [*self.nothing])
+
+
+class OwnTokens(LearnedTokens):
+    """Those of a trainer on one process whose micro-batches have no more tokens than its own largest padded batch so
+    far, as far as these fit into what is free when a step begins.
+
+    What is saved is that number of tokens, and of the largest micro-batch that was measured, its tokens, the bytes that
+    it took, and those that were used before it.
+    """
+
+    what = "own max_tokens"
+    nothing = (0, 0, 0, 0)
+
+    def of_step(self, packed: int, padded: int = 0) -> int:
+        saved = self._saved()
+        saved[0] = max(saved[0], padded)
+        own, measured, taken, used = saved
+        now = memory(self.device) if measured and not self._has_engine else None
+        if now is None:
+            return packed
+        fitting = fitting_tokens(measured, taken, now, max(used, now.used))
+        return max(packed, min(own, fitting, self._useful_tokens()))
+
+    def is_learning(self) -> bool:
+        return self._trainer.state.global_step > 0 and not self._has_engine and self._ran > self._saved()[1]
+
+    def learn(self, before: MemoryReport | None, after: MemoryReport | None) -> None:
+        skipped = self._trainer.accelerator.optimizer_step_was_skipped
+        if before is not None and after is not None and not skipped:
+            self._saved()[1:] = self._ran, after.peak - before.used, before.used
 
 
 @contextmanager

@@ -63,6 +63,9 @@ class PaddedBudgetLine(BudgetLine):
     def width(self, batch: Batch) -> int:
         return batch["input_ids"].shape[1] - 1
 
+    def padded_tokens(self, batch: Batch) -> int:
+        return max(x.numel() for name, x in batch.items() if name.endswith("input_ids"))
+
     def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
         batch = with_layout(self.picked(trainer, joined, units), self._groups, self.padding(trainer))
         return on_device(batch, trainer.accelerator.device)
@@ -88,9 +91,9 @@ class PaddedBudgetLine(BudgetLine):
         return batch
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """With batches that come with their layouts. With `max_tokens`, their units are dealt to the ranks instead."""
+        """With batches that come with their layouts. Where steps are cut, units are dealt to the ranks instead."""
         state = self.state_of(trainer)
-        if state is not None and state.budget is None:
+        if state is not None and not self.cuts(trainer):
             with packing_batches(trainer, self._groups, self.padding(trainer)):
                 return stock(trainer, *args, **kwargs)
         loader = stock(trainer, *args, **kwargs)

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import DistributedType
 from torch import nn
 
+from ....logs import logger
 from ....models.attachments import hooks_of, hooks_of_every_module, is_hook_of_engine, of_users
 from ....models.functions import module_of, name_of, wrapped_in
 from ....models.harmless import is_of
@@ -25,10 +27,27 @@ KNOWN = ("transformers", "accelerate", "trl", "peft", "fastdpo", "axolotl", "tor
 """Packages whose functions within a step read nothing of a batch."""
 
 
+class NotCut(NotImplementedError):
+    """Why steps cannot be cut.
+
+    Attributes:
+        reason: the last part of the message.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(f"patch: max_tokens does not support {reason}")
+        self.reason = reason
+
+
 def require_supported(reason: str | None) -> None:
-    """Raises NotImplementedError if there is a reason why steps cannot be cut."""
+    """Raises `NotCut` if there is a reason why steps cannot be cut."""
     if reason is not None:
-        raise NotImplementedError(f"patch: max_tokens does not support {reason}")
+        raise NotCut(reason)
+
+
+def say_kept(name: str, reason: str) -> None:
+    """Logs why a trainer keeps the batches of TRL by default."""
+    logger.info("fastdpo: %s: keeps the batches of TRL because of %s", name, reason)
 
 
 def unsupported_reason(trainer: Any, stock: type) -> str | None:
@@ -48,6 +67,15 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss of routers, which is not a mean over rows"
     return None
+
+
+def engine_reason(trainer: Any) -> str | None:
+    """Why a step of a trainer that has run out of memory cannot be run again, or None."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes > 1:
+        return "several ranks, which would have to agree on each step"
+    engine = accelerator.distributed_type
+    return str(engine.value) if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
 
 
 def user_code_reason(trainer: Any, models: Iterable[nn.Module], stock: type) -> str | None:
