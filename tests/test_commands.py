@@ -39,7 +39,10 @@ def test_version(capsys):
     [
         (["run", "--verfy", "train.py"], "unrecognized arguments: --verfy; did you mean --verify?"),
         (["run", "--maxtokens", "9", "train.py"], "unrecognized arguments: --maxtokens; did you mean --max-tokens?"),
-        (["run", "--max-tokens", "1.5", "x.py"], "--max-tokens: must be a positive integer, own, auto or none; got '1.5'\n"),
+        (
+            ["run", "--max-tokens", "1.5", "x.py"],
+            "--max-tokens: must be a positive integer, own, auto or none; got '1.5'\n",
+        ),
         (["doctor", "--jsno"], "unrecognized arguments: --jsno; did you mean --json?"),
         (["doctor", "--qqq"], "unrecognized arguments: --qqq\n"),
     ],

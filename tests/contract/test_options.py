@@ -3,7 +3,9 @@
 import pytest
 from peft import peft_model
 
-from tests.contract.harness import cases
+from fastdpo.integrations.options import CUT_BY_MAX_TOKENS
+from fastdpo.models.calls import outcomes
+from tests.contract.harness import cases, each
 from tests.support.comparison import assert_fused
 
 
@@ -36,3 +38,18 @@ def test_option(case, tmp_path, described):
         metric, least = ABOVE_ZERO[case.name]
         assert max(log.get(metric, 0.0) for log in runs[0].logs) > least
     assert True not in described
+
+
+RECORDED = ("trl.GRPOTrainer", "trl.RLOOTrainer")
+"""Trainers with a loss of their own here, whose batches are kept (see `tests/integrations/test_own_budget.py`)."""
+
+
+@each(lambda harness: harness.name in CUT_BY_MAX_TOKENS and harness.name not in RECORDED)
+def test_accumulated_batches_are_merged_by_default(harness, tmp_path):
+    options = harness.options["accumulation"][0] | dict(max_steps=6, per_device_train_batch_size=2)
+    outcomes.clear()
+    runs = harness.both(tmp_path, **options)
+    assert {path for _, path in runs[-1].calls} == {"fused"}
+    assert outcomes[harness.name, "steps"] == 6
+    assert outcomes[harness.name, "micro-batches"] < 12
+    harness.assert_same(*runs)

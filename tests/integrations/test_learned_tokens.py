@@ -50,17 +50,18 @@ def last_number(caplog: pytest.LogCaptureFixture) -> int:
 def test_micro_batches_grow_into_the_memory_and_not_beyond(tmp_path, monkeypatch, caplog, law):
     """Those of the last steps are the ones of the number that was learned."""
     caplog.set_level("INFO", "fastdpo")
-    stock = trained(DPO, tmp_path / "stock")
+    sizes = dict(per_device_train_batch_size=1, gradient_accumulation_steps=16)
+    stock = trained(DPO, tmp_path / "stock", **sizes)
     device = DeviceMemory(monkeypatch, TOTAL, LAWS[law])
     with fastdpo.patched(DPO, max_tokens="auto"):
-        learned = trained(DPO, tmp_path / "learned")
+        learned = trained(DPO, tmp_path / "learned", **sizes)
     assert_same(stock, learned)
     assert 0.45 * TOTAL < device.peak <= 0.8 * TOTAL
     number, calls = last_number(caplog), device.computed.copy()
     assert 1.5 * max(calls[:8]) < max(calls) <= number
     device.computed.clear()
     with fastdpo.patched(DPO, max_tokens=number):
-        trained(DPO, tmp_path / "repeated", max_steps=1)
+        trained(DPO, tmp_path / "repeated", max_steps=1, **sizes)
     assert calls[-len(device.computed) :] == device.computed
 
 

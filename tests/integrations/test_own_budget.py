@@ -25,7 +25,7 @@ from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import DPO as DPO_RECIPE
 from tests.support.trl.dpo import WORDS, adapter, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
-from tests.support.workers.budgets import DPO, GRPO, KTO, REWARD, RLOO, assert_cut_alike, trained
+from tests.support.workers.budgets import DPO, GROUPS, KTO, REWARD, TRAINERS, assert_cut_alike, trained
 
 
 def compared(directory, trainer, **options):
@@ -61,6 +61,14 @@ def test_option(tmp_path, caplog, option):
     assert 0 < steps <= counters.outcomes[trainer, "micro-batches"] <= 4 * steps
 
 
+@pytest.mark.parametrize("trainer", GROUPS)
+def test_groups(tmp_path, caplog, trainer):
+    patched = compared(tmp_path, trainer)
+    assert {path for _, path in patched.calls} == {"fused"}
+    assert not kept(caplog)
+    assert 0 < counters.outcomes[trainer, "micro-batches"] < 4 * counters.outcomes[trainer, "steps"]
+
+
 SEEN = {**CODE, **MODELS, **BATCHES}
 NOT_TRAINED = "training_step", "a reference without tokens"
 """Without gradients, and with losses that are not numbers in stock."""
@@ -77,10 +85,8 @@ def test_what_would_see_other_batches_keeps_them(tmp_path, caplog, case):
     assert not counters.outcomes[trainer, "steps"]
 
 
-@pytest.mark.parametrize("trainer", CLASSES)
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_empty_mask_keeps_the_batches(tmp_path, caplog, trainer):
-    if trainer in (GRPO, RLOO):
-        pytest.skip("their batches are not padded by a collator")
     masked = with_padding(CLASSES[trainer], lambda ids, mask: torch.arange(len(ids))[:, None] != 1)
     runs = {}
     for max_tokens in (None, "own"):

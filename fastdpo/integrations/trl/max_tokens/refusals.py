@@ -87,7 +87,7 @@ def user_code_reason(trainer: Any, models: Iterable[nn.Module], stock: type) -> 
         models: those that score its batches, in the wrappers of engines.
         stock: the class that is patched.
     """
-    for name in ("training_step", "_prepare_inputs", *LOSS_FUNCTIONS):
+    for name in ("training_step", "_prepare_inputs", "_get_per_token_logps_and_entropies", *LOSS_FUNCTIONS):
         function = getattr(trainer, name, None)
         if function is not None and not _is_known(function):
             if name in vars(trainer):
