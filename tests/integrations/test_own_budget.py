@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import fastdpo
 from fastdpo.integrations import outcomes, patching
-from fastdpo.integrations.trl.max_tokens import learned_tokens
+from fastdpo.integrations.trl.max_tokens import learned_tokens, padded_budget
 from fastdpo.integrations.trl.max_tokens.budget import StepBudget
 from fastdpo.integrations.trl.max_tokens.learned_tokens import MemoryReport, learning
 from fastdpo.integrations.trl.max_tokens.padded_budget import PaddedBudgetLine
@@ -105,6 +105,16 @@ def test_with_dropout_random_numbers_are_those_of_the_batches(tmp_path, caplog, 
             runs[max_tokens] = trained(tmp_path / str(max_tokens), DPO, disable_dropout=False, **given)
     assert_same_bits(*runs.values())
     assert len(kept(caplog)) == 1
+
+
+@pytest.mark.parametrize(("options", "packed"), [({}, False), (adapter(lora_dropout=0.3), True)])
+def test_batches_that_are_kept_come_with_their_layouts(tmp_path, monkeypatch, options, packed):
+    """Those of a step that is cut are packed after it was."""
+    made, stock = [], padded_budget.packing_batches
+    monkeypatch.setattr(padded_budget, "packing_batches", lambda *args: (made.append(args), stock(*args))[1])
+    with fastdpo.patched(DPO):
+        trained(tmp_path, DPO, disable_dropout=False, **options)
+    assert bool(made) == packed
 
 
 def test_a_hook_sees_as_many_calls_as_in_stock(tmp_path):

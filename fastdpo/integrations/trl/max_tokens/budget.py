@@ -477,7 +477,8 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 def _models(trainer: Any, policy: nn.Module) -> list[nn.Module]:
     """The models that score the batches of a trainer."""
-    return [x for x in (policy, getattr(trainer, "ref_model", None)) if x is not None]
+    reference = None if getattr(trainer, "precompute_ref_logps", False) else getattr(trainer, "ref_model", None)
+    return [policy] if reference is None else [policy, reference]
 
 
 def _of_width(scores: Tensor, width: int) -> Tensor:
