@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import fastdpo
-from fastdpo.integrations import outcomes, patching
+from fastdpo.integrations import outcomes
+from fastdpo.integrations.bypass import STATE
 from fastdpo.integrations.trl.max_tokens import learned_tokens, padded_budget
 from fastdpo.integrations.trl.max_tokens.budget import StepBudget
 from fastdpo.integrations.trl.max_tokens.learned_tokens import MemoryReport, learning
@@ -153,11 +154,10 @@ def test_a_step_with_a_pair_without_numbers(tmp_path):
 def test_several_ranks_keep_their_batches(monkeypatch, tmp_path, caplog):
     with fastdpo.patched(DPO):
         trainer = DPO_RECIPE.build(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
-        line = patching._patched[DPO].line
-        assert line.budget_of(trainer) is not None
+        assert vars(trainer)[STATE].budget is not None
         monkeypatch.setattr(Accelerator, "num_processes", 2)
         trainer = DPO_RECIPE.build(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
-        assert line.budget_of(trainer) is None
+        assert vars(trainer)[STATE].budget is None
     assert kept(caplog) == ["several ranks, which would have to agree on each step"]
 
 
@@ -194,7 +194,7 @@ class Plant:
 
     def __init__(self, monkeypatch, where: str, micro_batch: int):
         self.left, self.raised, self.cut = -1, 0, []
-        backward, count, train = torch.Tensor.backward, counters.count_tokens, StepBudget._train
+        backward, count, train = torch.Tensor.backward, counters.count_tokens, StepBudget.train
 
         def after_backward(*args, **kwargs):
             backward(*args, **kwargs)
@@ -213,7 +213,7 @@ class Plant:
 
         monkeypatch.setattr(torch.Tensor, "backward", after_backward)
         monkeypatch.setattr(counters, "count_tokens", counting)
-        monkeypatch.setattr(StepBudget, "_train", train_step)
+        monkeypatch.setattr(StepBudget, "train", train_step)
 
     def count(self):
         self.left -= 1

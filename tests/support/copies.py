@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo.integrations import patching
 from fastdpo.integrations.admission import tested_code
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
 from fastdpo.integrations.lines import LINES
@@ -104,11 +103,12 @@ def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, op
             set_newer(changing, name.partition(".")[0])
             change(changing, name)
             warned.clear()
-            assert fastdpo.patch(trainer, **{option: 500}).seams[0].on
+            evaluate = line.trainer_class().evaluate
+            assert fastdpo.patch(trainer, max_tokens=500).seams[0].on
             named = rf"{re.escape(name)}\b.*, on which {option} relies .*changed-code"
             assert len(warned) == 1
             assert re.match(rf"{trainer}: keeps the batches of TRL, .*{named}", warned[0])
-            assert getattr(patching._patched[trainer].line, option) is None
+            assert line.trainer_class().evaluate is evaluate, "which is replaced with the option"
             fastdpo.unpatch()
 
 

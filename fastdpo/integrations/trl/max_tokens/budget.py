@@ -378,7 +378,7 @@ class StepBudget:
             try:
                 self._line.score_without_gradients(trainer, self._model, batches, joined, micro_batches)
                 self.is_running = True
-                loss = self._train(trainer, joined, micro_batches, weights, ends_step)
+                loss = self.train(trainer, joined, micro_batches, weights, ends_step)
             except torch.OutOfMemoryError:
                 if not may_repeat:
                     raise
@@ -438,9 +438,10 @@ class StepBudget:
             self._learned.ran(max(planner.tokens(*run) for run in runs))
         return [torch.tensor(planner.units(run), device="cpu") for run in runs]
 
-    def _train(
+    def train(
         self, trainer: Any, joined: Batch, micro_batches: list[Tensor], weights: list[float], ends_step: bool
     ) -> Tensor:
+        """Trains on the micro-batches of a step, and returns their loss, a scalar."""
         loss = torch.zeros((), device=trainer.args.device)
         for i, units in enumerate(micro_batches):
             is_last = ends_step and i == len(micro_batches) - 1
