@@ -43,8 +43,10 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "data": {"checks"},
     "ops.devices": set(),
     "ops.second_derivatives": set(),
+    "ops.memory": {"logs", "ops.devices"},
     "ops.choice": {"accuracy", "atomic_files", "distributed", "logs", "ops.devices"},
-    "ops.head": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.second_derivatives", "packing"},
+    "ops.head": {"checks", "kernels", "logs", "packing"}
+    | {"ops.choice", "ops.devices", "ops.memory", "ops.second_derivatives"},
     "ops.attention": {"accuracy", "checks", "kernels", "logs", "packing"}
     | {"ops.choice", "ops.devices", "ops.head", "ops.second_derivatives"},
     "ops.losses": {"checks", "ops.devices", "ops.head", "packing"},

@@ -22,14 +22,14 @@ from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload
 from fastdpo.commands.check import meters
 
 
-class _OfProcessor:
+class OfProcessor:
     """On a CPU, steps are timed by the time of the processor, in which other programs have no part."""
 
     def now(self) -> float:
         return meters.now() if torch.accelerator.is_available() else time.process_time()
 
 
-class _Accumulated(_OfProcessor, TrainerStep):
+class _Accumulated(OfProcessor, TrainerStep):
     """Forward and backward of all batches of a step, from the trainer's data loader. Each batch of the workload is the
     dataset of one step.
     """
@@ -69,7 +69,7 @@ class AccumulatedReward(_Accumulated, RewardStep): ...
 class AccumulatedKTO(_Accumulated, KTOStep): ...
 
 
-class AccumulatedGRPO(_OfProcessor, GroupStep): ...
+class AccumulatedGRPO(OfProcessor, GroupStep): ...
 
 
 class ExactAccumulatedKTO(ExactKTOStep):

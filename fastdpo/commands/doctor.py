@@ -26,6 +26,7 @@ from ..integrations.lines import LINES, TRAINS_WITH
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
+from ..ops import memory
 from ..ops.attention import routes
 from ..ops.attention import trials as attention_trials
 from ..ops.attention.device_layout import AttentionOptions
@@ -76,6 +77,8 @@ def examine(targets: Sequence[str] = (), model: str | None = None) -> Report:
     report = {"packages": list(package_findings()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
     for device in _torch_devices():
         report[f"attention on {device}"] = list(_attention(device))
+        if memory.is_on(device):
+            report[f"memory of {device}"] = list(memory_findings(device))
         if suits_triton(device, torch.bfloat16):
             report[f"kernels on {device}"] = list(kernel_findings(device))
             report[f"choices on {device}"] = list(choice_findings(device))
@@ -171,8 +174,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(OFF, "cuda", f"torch is built for {built_for}, but finds no GPU")
     for device in _torch_devices()[1:]:
         properties = torch.cuda.get_device_properties(device)
-        memory = properties.total_memory / 2**30
-        yield Finding(OK, str(device), f"{properties.name}, {architecture(device)}, {memory:.0f} GiB, {built_for}")
+        size = properties.total_memory / 2**30
+        yield Finding(OK, str(device), f"{properties.name}, {architecture(device)}, {size:.0f} GiB, {built_for}")
 
 
 def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
@@ -210,6 +213,14 @@ def kernel_findings(device: torch.device) -> Iterator[Finding]:
             reason = verdicts.outcome(trial, device, dtype)
             name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
             yield Finding(OK, name) if reason is None else Finding(FAILED, name, reason)
+
+
+def memory_findings(device: torch.device) -> Iterator[Finding]:
+    """What this process may use of a device, and who spends it, those that give back last first."""
+    now = memory.report(device)
+    if now is not None:
+        yield Finding(OK, "free", f"{now.limit - now.used:,.0f} bytes, of {now.total:,} in all")
+        yield from (Finding(OK, name, rule) for name, rule in memory.SPENDERS.items())
 
 
 def choice_findings(device: torch.device) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..logs import logger
 from ..models import pace
 from ..models.calls import calls_line
+from ..ops import memory
 from .bypass import STATE
 
 if TYPE_CHECKING:
@@ -154,12 +155,12 @@ def steps_callback(trainer: Any, line: Any) -> TrainerCallback:
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         patched = state_of(args)
         if patched is not None:
-            _log_calls(patched, state)
+            _log_calls(patched, state, *memory.lines())
 
-    def _log_calls(patched: Any, state: TrainerState) -> None:
+    def _log_calls(patched: Any, state: TrainerState, *others: str) -> None:
         counted = calls_line(line.name, patched.before)
-        if counted is not None and state.is_world_process_zero:
-            logger.info(counted)
+        for each in (counted, *others) if counted is not None and state.is_world_process_zero else ():
+            logger.info(each)
 
     events = on_train_begin, on_step_begin, on_pre_optimizer_step, on_log, on_train_end
     return callback(**{event.__name__: event for event in events})

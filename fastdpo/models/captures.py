@@ -6,10 +6,13 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
+
+from ..ops import memory
+from ..ops.memory import MemoryReport
 
 T = TypeVar("T")
 
@@ -43,15 +46,25 @@ def has_room(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, segments = torch.cuda.memory_allocated(device), torch.cuda.memory_snapshot()
-    unused = sum(
-        x["total_size"]
-        for x in segments
-        if x["device"] == device.index and tuple(x.get("segment_pool_id", (0, 0))) == (0, 0)
-    )
-    taken = torch.cuda.max_memory_allocated(device) - allocated
-    return free + unused - allocated - 2 * taken > total / 20
+    now = cast(MemoryReport, memory.report(device))
+    free = now.total - now.others - torch.cuda.memory_reserved(device)
+    taken = 2 * (now.peak - now.used) + memory.added_to_peaks(device)  # a recording keeps what its call keeps
+    return free + _bytes_of_pools(device)[0] - now.used - taken > now.total / 20
+
+
+def note_recordings(device: torch.device, number: int) -> None:
+    """Takes note of what so many recordings hold."""
+    if device.type == "cuda":
+        memory.hold(device, "recordings", _bytes_of_pools(device)[1], f"{number} CUDA graphs")
+
+
+def _bytes_of_pools(device: torch.device) -> tuple[int, int]:
+    """The bytes that the allocator has in its default pool, and those in others."""
+    sizes = [0, 0]
+    for x in torch.cuda.memory_snapshot():
+        if x["device"] == device.index:
+            sizes[tuple(x.get("segment_pool_id", (0, 0))) != (0, 0)] += x["total_size"]
+    return sizes[0], sizes[1]
 
 
 def record(run: Callable[[], T], memory: Memory) -> tuple[Callable[[], None], T]:

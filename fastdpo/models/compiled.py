@@ -70,6 +70,7 @@ class CompiledLayers:
         runs: number of times that the compiler has run for them.
         seconds: time that it took since it was last logged.
         was_reported: whether a late graph was reported.
+        first: the number of the batch in which a layer has first run in a form: checkpointed, or not.
     """
 
     def __init__(self, name: str, is_asked: bool = True) -> None:
@@ -82,6 +83,7 @@ class CompiledLayers:
         self.runs = 0
         self.seconds = 0.0
         self.was_reported = False
+        self.first: dict[tuple, int] = {}
 
     def begin(self, model: PreTrainedModel, structure: Structure, kind: str) -> None:
         """Compiles the layers of a model that is about to run a packed batch, when they are first called.
@@ -167,7 +169,9 @@ class CompiledLayers:
             return layer._call_impl(*args, **kwargs)
         finally:
             _called.reset(token)
-        if self.runs > runs and self.batches[self.kind] > SETTLED and not self.was_reported:
+        form = self.kind, layer, getattr(layer, "gradient_checkpointing", False)
+        first = self.first.setdefault(form, self.batches[self.kind])
+        if self.runs > runs and self.batches[self.kind] - first >= SETTLED and not self.was_reported:
             self.was_reported = True
             cause = _cause(layer=layer, args=args, kwargs=kwargs)
             warn(f"{self.name}: compiled a layer again after {self.batches[self.kind]} batches: {cause}")

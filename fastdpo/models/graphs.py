@@ -24,7 +24,7 @@ from ..logs import logger, report
 from ..reasons import Reason
 from . import pace
 from .calls import calls
-from .captures import has_room
+from .captures import has_room, note_recordings
 from .examine.comparable import forked_random_state, without_trace
 from .examine.snapshot import restored
 from .pace import Pace, Trial
@@ -195,6 +195,8 @@ class Graphs:
             if self._replaced >= MAX_RECORDINGS and 2 * self._replaced > self._replays:
                 self._stop(Reason("graphs-replaced", replaced=self._replaced, replays=self._replays))
                 return None
+            if recording is not None:
+                note_recordings(inputs["input_ids"].device, len(self._recordings) + 1)
         if recording is not None:
             self._recordings[key] = recording
             for oldest in [*self._recordings][:-MAX_RECORDINGS]:

@@ -21,9 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..logs import is_set
 from ..ops import second_derivatives
 from ..ops.choice.notes import Compiled
-
-VARIABLE = "FASTDPO_AUTO"
-"""The environment variable by which, if it is "0", nothing is decided."""
+from ..ops.memory import VARIABLE
 
 WARM_UP = 8
 """Number of calls before the first decision. The first ones compile kernels and fill caches."""

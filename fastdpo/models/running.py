@@ -19,6 +19,7 @@ from ..logs import logger
 from ..ops.choice import notes
 from ..ops.choice.notes import Compiled
 from . import graphs, pace
+from .activations import KeptActivations
 from .compiled import CompiledLayers, trainer_compiles
 from .examine.comparable import forked_random_state
 from .graphs import Graphs, Inputs
@@ -50,6 +51,7 @@ class Runner:
     Attributes:
         compiled: the layers, if they are compiled.
         graphs: the CUDA graphs, if there may be any.
+        kept: decides which layers keep their activations.
         may_replay: whether the call may replay one.
     """
 
@@ -58,6 +60,7 @@ class Runner:
         self._compile = compile
         self.compiled = CompiledLayers(self._name) if compile is True else None
         self.graphs = Graphs(integration, role) if compile else None
+        self.kept = KeptActivations(self._name)
         self._begin(pace.training())
 
     def _begin(self, training: pace.Training) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,18 +24,19 @@ SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
 
 def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
     """Runs the backbone on the batch and the head on its scored positions, in the autocast that the prior forward runs
-    in, and restores the padded shape. Without memory, it does so again without what recordings held.
+    in, and restores the padded shape. Without memory, it does so again: first without kept activations, then without
+    what recordings held.
     """
     with fused.autocast or nullcontext():
-        try:
-            return _score(model, fused, batch, kwargs)
-        except torch.OutOfMemoryError:
-            if not _release_recordings(fused):
-                raise
-        return _score(model, fused, batch, kwargs)  # out of the handler, whose error holds memory
+        while True:
+            try:
+                return _score(model, fused, batch, kwargs)
+            except torch.OutOfMemoryError:  # the call is repeated out of the handler, whose error holds memory
+                if not (fused.runner.kept.release() or release_recordings(fused)):
+                    raise
 
 
-def _release_recordings(fused: FusedForward) -> bool:
+def release_recordings(fused: FusedForward) -> bool:
     """Gives back the memory of all models' recordings, which may be on one device. Returns whether there were any."""
     runners = {id(x.runner): x.runner for x in (fused, *(x for _, x in states()))}
     released = [runner.release() for runner in runners.values()]  # all of them, where `any` alone would stop
@@ -44,7 +46,9 @@ def _release_recordings(fused: FusedForward) -> bool:
 def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
     options, layout, part = fused.options, batch.layout, batch.part
     verdict = cast(Verdict, fused.verdict)
-    hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch, verdict.routes_in(kwargs))
+    kept = nullcontext() if torch.compiler.is_compiling() else fused.runner.kept.keeping(model, fused, batch)
+    with kept:
+        hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch, verdict.routes_in(kwargs))
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
@@ -63,7 +67,9 @@ def _states(
     index, part = batch.layout.score_index, batch.part
     if batch.is_run and (hidden := fused.runner.states(verdict, batch.inputs, index)) is not None:
         return hidden, None
-    output = verdict.backbone(*batch.args, **batch.inputs, **({"output_router_logits": True} if routed else {}))
+    routing = {"output_router_logits": True} if routed else {}
+    run = partial(verdict.backbone, *batch.args, **batch.inputs, **routing)
+    output = run() if torch.compiler.is_compiling() else fused.runner.kept.run(run)
     states = output.last_hidden_state.flatten(0, 1)
     hidden = states.index_select(0, index) if part is None else part.scored_states(states)
     return hidden, output.router_logits if routed else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from ... import checks
+from .. import memory
 from ..devices import accumulation_dtype, is_traced, is_transformed, memory_of
 from ..second_derivatives import gradients_of_definition
 from . import definitions
@@ -220,7 +221,14 @@ def linear_logps(
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
     trained = weight.numel() if weight.requires_grad else 0
     budget = budget_for(trained, memory_of(weight.device)) if memory_budget is None else memory_budget
-    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
+    keep = 0
+    if trains_head:
+        if memory_budget is None:  # of a device that is nearly full, what is left of it
+            budget = int(min(budget, max(memory.left(weight.device), MEMORY_BUDGET)))
+        format = TileFormat.of(weight, compute_dtype)
+        keep = format.rows_within(len(hidden), budget)
+        if not is_traced():
+            memory.hold(weight.device, "gradient tiles", format.bytes_of(keep), f"of {keep:,} scored tokens")
 
     logps, *extra = _LinearLogps.apply(
         hidden, weight, bias, targets, transform, compute_dtype, statistics, keep, form_jacobian

@@ -77,8 +77,12 @@ class TileFormat(NamedTuple):
 
         All of them, or those of whole tiles.
         """
-        fitting = budget // (self.columns * self.dtype.itemsize)
+        fitting = budget // self.bytes_of(1)
         return min(n, n if n <= fitting else fitting // self.rows * self.rows)
+
+    def bytes_of(self, rows: int) -> int:
+        """The bytes of the gradient tiles of so many tokens."""
+        return rows * self.columns * self.dtype.itemsize
 
     def allocate(self, rows: int, weight: Tensor) -> Tensor:
         """Uninitialized memory [rows, V] on the device of the weight."""

@@ -19,20 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 
 from ....logs import logger
 from ....models.parts import base_of
+from ....ops.memory import MemoryReport, hold
+from ....ops.memory import report as memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-KEPT_FREE = 1 / 5
-"""The part of a device's memory that is not used."""
 
 LEAST_GROWTH = 1.25
 """The factor from which another round is worth other micro-batches."""
@@ -54,43 +52,11 @@ of 4,931, whose activations are further beyond the caches, it took 6.2 s.
 """
 
 
-class MemoryReport(NamedTuple):
-    """The memory of a device, in bytes.
-
-    Attributes:
-        used: by this process, now.
-        peak: the most that this process has used so far.
-        others: used by others than this process.
-        total: of the device.
-    """
-
-    used: int
-    peak: int
-    others: int
-    total: int
-
-
-def memory(device: torch.device) -> MemoryReport | None:
-    """What a device reports, or None if it does not report a peak."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)
-        return MemoryReport(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), others, total)
-    if device.type == "cpu" and psutil.LINUX:
-        import resource
-
-        used, whole = psutil.Process().memory_info().rss, psutil.virtual_memory()
-        peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # the system updates it later
-        return MemoryReport(used, peak, max(whole.total - whole.available - used, 0), whole.total)
-    return None
-
-
 def fitting_tokens(ran: int, taken: int, now: MemoryReport, used: int) -> int:
     """The tokens of a micro-batch that fits, where one of `ran` tokens takes `taken` bytes next to those that this
     process has `used`.
     """
-    room = (1 - KEPT_FREE) * now.total - now.others - used
-    return int(ran * math.sqrt(max(room, 1) / max(taken, 1)))
+    return int(ran * math.sqrt(max(now.limit - used, 1) / max(taken, 1)))
 
 
 def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
@@ -158,6 +124,7 @@ class LearnedTokens:
         if before is not None and after is not None:
             limit = "more would not fit"
             fitting = fitting_tokens(self._ran, after.peak - before.used, after, before.used)
+            hold(self.device, "micro-batches", after.peak - before.used, f"of up to {self._ran:,} tokens")
         if self._trainer.accelerator.optimizer_step_was_skipped:  # its states may be missing
             fitting = -1
         fitting, ran = self._of_ranks(fitting, self._ran)

@@ -1,0 +1,513 @@
+"""Activations of checkpointed layers that are kept: by how many bytes, in drawn worlds, and with equal numbers."""
+
+import os
+import re
+import sys
+from contextlib import nullcontext
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import logsigmoid
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+import fastdpo
+from fastdpo.models import activations, compiled, graphs, pace, scoring
+from fastdpo.models.activations import FLAG, Room
+from fastdpo.models.state import state_of
+from fastdpo.ops import memory
+from fastdpo.ops.attention import packed_attention
+from tests.models.test_graphs import batch, loss_of
+from tests.support.comparison import tiny
+from tests.support.fuzzing import VARIABLE
+from tests.support.kernels import recorder
+from tests.support.models.families import tiny_family
+from tests.support.ref_logps import ranks
+from tests.support.stand_ins.activation_memory import Device, Simulation, drawn
+
+WORLDS = int(os.environ.get(VARIABLE, 600)) // 10
+"""10,000 in `make fuzz`."""
+
+BATCHES = [
+    batch((9, 4, 6), (12, 7, 3)),
+    batch((20, 12, 9), (3, 9, 8)),
+    batch((2, 1, 7)),
+    batch((9, 9, 9), (4, 4, 4)),
+    batch((30, 6, 12), (6, 8, 9), (2, 2, 2)),
+    batch((12, 12, 7)),
+]
+"""Smaller and larger ones than all before."""
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch):
+    monkeypatch.setattr(pace, "trainings", [pace.Training()])
+
+
+def recomputed(world, monkeypatch):
+    """The peak of a training that recomputes all layers."""
+    device = Device(1e18)
+    Simulation(world, device, monkeypatch, keeps=False).run()
+    return device.peak
+
+
+@pytest.mark.parametrize("multiple", [1.0, 1.3, 2.0, 10.0])
+def test_drawn_worlds(multiple):
+    """On devices from one in which a training that recomputes all layers fits just so."""
+    kept = layers = 0
+    for seed in range(WORLDS):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            peak, world = recomputed(drawn(seed), monkeypatch), drawn(seed)
+            others = max(map(world.neighbour, range(world.steps)))
+            device = Device((1 + 1e-9) * multiple * peak / (1 - others))
+            simulation = Simulation(world, device, monkeypatch).run()
+        assert simulation.excess <= 1e-6 * device.total, seed
+        if world.calls == 1:
+            later = simulation.kept[len(simulation.kept) // 2 :]
+            kept, layers = kept + sum(later), layers + len(later) * len(world.kinds)
+        else:
+            assert sum(simulation.kept[world.accumulation * world.calls :]) == 0
+    assert {1.0: 0, 1.3: 0, 2.0: 0.2, 10.0: 0.6}[multiple] <= kept / layers
+
+
+def llama(**config):
+    return tiny(AutoModelForCausalLM, "llama", 97, num_hidden_layers=4, **config)
+
+
+def with_adapters(model=None, **options):
+    config = LoraConfig(**dict(target_modules="all-linear", init_lora_weights=False) | options)
+    return get_peft_model(model or llama(), config)
+
+
+def half_frozen():
+    model = llama()
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "full": llama,
+    "full in bfloat16": lambda: llama().bfloat16(),
+    "lower layers frozen": half_frozen,
+    "LoRA": with_adapters,
+    "LoRA in bfloat16": lambda: with_adapters().bfloat16(),
+    "LoRA with dropout": lambda: with_adapters(lora_dropout=0.3),
+    "LoRA in upper layers": lambda: with_adapters(layers_to_transform=[2], target_modules=["q_proj", "up_proj"]),
+    "DoRA": lambda: with_adapters(use_dora=True),
+    "experts": lambda: tiny_family("mixtral", num_hidden_layers=4),
+    "experts, LoRA": lambda: with_adapters(tiny_family("qwen3_moe", num_hidden_layers=4)),
+    "windows": lambda: tiny_family("gemma2"),
+    "gated delta rule": lambda: tiny_family("qwen3_5_text"),
+    "convolutions": lambda: tiny_family("lfm2"),
+}
+PLENTY = 1e15
+CHUNKED = "gated delta rule"  # whose rows are padded to whole chunks
+PARTLY = "a part of the layers"
+
+
+def checkpointed(make, use_reentrant=False, **options):
+    model = make().train()
+    model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant, **options))
+    if use_reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def train(model, monkeypatch, keeps, steps=12, autocast=False):
+    """The losses and gradients of all steps, and the numbers of kept layers."""
+    monkeypatch.setattr(pace, "trainings", [pace.Training()])
+    monkeypatch.setenv(memory.VARIABLE, "1" if keeps else "0")
+    if keeps == PARTLY:
+        given = [PLENTY, 300_000, 0, 100_000]
+        monkeypatch.setattr(Room, "begin", lambda self, size, now, step: given[(step + size[0]) % 4])
+    optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.01)
+    found, kept, before = [], [], fastdpo.calls.copy()
+    fused = state_of(getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model)
+    flags = [vars(x).get(FLAG) for x in model.modules()]
+    torch.manual_seed(3)
+    for i in range(steps):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(model, BATCHES[i % len(BATCHES)])
+        kept.append(len(fused.runner.kept.kept))
+        loss.backward()
+        assert [vars(x).get(FLAG) for x in model.modules()] == flags
+        found.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fastdpo.calls - before == {("fastdpo.score", "policy", "fused"): steps}
+    return found, kept, len(fused.structure.identities), fused.examinations
+
+
+def assert_equal(ours, expected):
+    for step, (x, y) in enumerate(zip(ours, expected, strict=True)):
+        assert all(torch.equal(*pair) for pair in zip(x, y, strict=True)), step
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("keeps", ["all layers", PARTLY])
+def test_bits_are_equal(monkeypatch, name, use_reentrant, keeps):
+    make = partial(checkpointed, MODELS[name], use_reentrant)
+    expected, none, identities, examinations = train(fastdpo.prepare(make()), monkeypatch, None)
+    ours, kept, *of_ours = train(fastdpo.prepare(make()), monkeypatch, keeps)
+    assert_equal(ours, expected)
+    assert sum(none) == 0 < sum(kept[2:])
+    assert of_ours == [identities, examinations]
+    assert keeps == PARTLY or kept[:2] == [0, 0]
+    assert len(set(kept)) > (
+        2 if keeps == PARTLY and name not in ("windows", "gated delta rule", "convolutions") else 1
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "LoRA"])
+def test_bits_are_equal_under_autocast(monkeypatch, name):
+    make = partial(checkpointed, MODELS[name])
+    expected, *_ = train(fastdpo.prepare(make()), monkeypatch, None, autocast=True)
+    ours, kept, *_ = train(fastdpo.prepare(make()), monkeypatch, PARTLY, autocast=True)
+    assert_equal(ours, expected)
+    assert sum(kept) > 0
+
+
+def test_bits_are_equal_with_compiled_layers(monkeypatch):
+    """Each kind of layer has one more graph for kept layers, and one for each mode before."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    runs = {}
+    for name in ("full", "LoRA with dropout"):
+        models = [fastdpo.prepare(checkpointed(MODELS[name]), compile=True) for _ in range(2)]
+        expected, *_ = train(models[0], monkeypatch, None)
+        ours, kept, *_ = train(models[1], monkeypatch, PARTLY)
+        assert_equal(ours, expected)
+        assert sum(kept) > 0
+        runs[name] = [base_of(x).runner.compiled.runs for x in models]
+        assert not any(base_of(x).runner.compiled.was_reported for x in models)
+    assert all(ours <= 2 + stock for stock, ours in runs.values()), runs
+
+
+class Live(TorchDispatchMode):
+    """The bytes of what operators have made, for as long as it lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.made[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
+        return result
+
+    def bytes(self):
+        return sum(size for storage, size in self.made.items() if not storage.expired())
+
+
+def live_bytes(model, given, monkeypatch, room):
+    """The bytes that the forward of a batch leaves alive, and those that are expected of kept layers."""
+    monkeypatch.setattr(Room, "begin", lambda *_: room)
+    with Live() as live:
+        loss = loss_of(model, given)
+    expected = base_of(model).runner.kept.bytes
+    size = live.bytes()
+    loss.backward()
+    return size, expected
+
+
+@pytest.mark.parametrize("name", [x for x in MODELS if x != CHUNKED])
+def test_expected_bytes_between_the_smallest_and_the_largest_batch(monkeypatch, name):
+    """Of all operators of a forward, above those that a forward with recomputed layers leaves. Within 5 %."""
+    monkeypatch.setattr(packed_attention, "is_traced", torch.compiler.is_compiling)
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    model = fastdpo.prepare(checkpointed(MODELS[name]))
+    smallest, *between, largest = (batch((8 * n, 3 * n, 5 * n), (5 * n, 7 * n, n)) for n in (8, 12, 20, 28))
+    for given in (smallest, largest):
+        live_bytes(model, given, monkeypatch, 0.0)
+    for given in between:
+        none, _ = live_bytes(model, given, monkeypatch, 0.0)
+        size, expected = live_bytes(model, given, monkeypatch, PLENTY)
+        assert expected > 0
+        assert expected == pytest.approx(size - none, rel=0.05)
+
+
+def base_of(model):
+    return next(state for state in map(state_of, model.modules()) if state is not None)
+
+
+def out_of_memory(monkeypatch, calls, place=(scoring, "targets_of_call")):
+    """Has some calls of a function raise an error, by their numbers from 0. By default that of a call's end."""
+    stock, count = getattr(*place), []
+
+    def raising(*args, **kwargs):
+        count.append(None)
+        if len(count) - 1 in calls:
+            raise torch.OutOfMemoryError("planted")
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(*place, raising)
+
+
+@pytest.mark.parametrize("place", ["in a layer", "behind the head"])
+@pytest.mark.parametrize("name", ["full", "LoRA with dropout"])
+def test_a_call_without_memory_runs_again(monkeypatch, caplog, name, place):
+    """And later ones of at least its size recompute all layers."""
+    expected, *_ = train(fastdpo.prepare(checkpointed(MODELS[name])), monkeypatch, None)
+    model = fastdpo.prepare(checkpointed(MODELS[name]))
+    if place == "in a layer":  # the last one that computes, of which a call with kept layers has no recompute
+        stock, seen = activations.KeptActivations.run, []
+
+        def run(self, backbone):
+            output = stock(self, backbone)
+            seen.append(None)
+            if len(seen) == 8:
+                self._pending.clear()  # as before the backbone has returned
+                raise torch.OutOfMemoryError("planted")
+            return output
+
+        monkeypatch.setattr(activations.KeptActivations, "run", run)
+    else:
+        out_of_memory(monkeypatch, [7])
+    ours, kept, *_ = train(model, monkeypatch, "all layers")
+    assert_equal(ours, expected)
+    assert kept[7] == 0
+    assert 4 in kept[8:]
+    (warning,) = [x.message for x in caplog.records if x.levelname == "WARNING" and "fastdpo" in x.message]
+    assert "out of memory with the activations of 4 layers kept: batches of" in warning
+
+
+def test_kept_layers_go_before_recordings_and_the_error_is_raised_after_both(monkeypatch, caplog):
+    model = fastdpo.prepare(checkpointed(llama))
+    train(model, monkeypatch, "all layers", steps=5)
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    released = []
+    monkeypatch.setattr(scoring, "release_recordings", lambda fused: released.append(None) or len(released) == 1)
+    pace.training().done = 5
+    out_of_memory(monkeypatch, [0, 1])
+    loss_of(model, BATCHES[0]).backward()
+    assert len(released) == 1
+    out_of_memory(monkeypatch, [0])
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        loss_of(model, BATCHES[0])
+    assert len(released) == 2
+
+
+LEFT_ALONE = {
+    "the variable is 0": lambda patch, model: patch.setenv(memory.VARIABLE, "0"),
+    "the variable is not set": lambda patch, model: patch.delenv(memory.VARIABLE),
+    "an engine": lambda patch, model: patch.setitem(sys.modules, "vllm", ModuleType("vllm")),
+    "parts of ZeRO-3": lambda patch, model: setattr(next(model.parameters()), "ds_id", 0),
+    "another function": lambda patch, model: functions(model, lambda function, *args: function(*args)),
+    "another context": lambda patch, model: functions(
+        model, partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), nullcontext()))
+    ),
+    "layers that are not checkpointed": lambda patch, model: [
+        setattr(layer, FLAG, False) for layer in model.model.layers
+    ],
+}
+
+
+def functions(model, function):
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = function
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_left_alone(monkeypatch, case):
+    model = fastdpo.prepare(checkpointed(llama))
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    LEFT_ALONE[case](monkeypatch, model)
+    monkeypatch.setattr(Room, "begin", lambda *_: PLENTY)
+    monkeypatch.setattr(activations.Sizes, "is_known", lambda *_: True)
+    monkeypatch.setattr(activations.Sizes, "expected", lambda *_: 1.0)
+    read = []
+    monkeypatch.setattr(memory, "read", lambda device: read.append(device))
+    loss_of(model, BATCHES[0]).backward()
+    assert not base_of(model).runner.kept.kept
+    assert not read, "nothing is asked of the device"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_without_random_states_a_model_with_dropout_is_left_alone(monkeypatch, dropout):
+    """Its recompute draws other masks than its forward, and kept layers would give other gradients."""
+    make = partial(checkpointed, lambda: with_adapters(lora_dropout=dropout), preserve_rng_state=False)
+    _, kept, *_ = train(fastdpo.prepare(make()), monkeypatch, "all layers")
+    assert (sum(kept) > 0) == (dropout == 0.0)
+
+
+def test_left_alone_where_activations_are_offloaded_and_in_other_calls(monkeypatch):
+    model = fastdpo.prepare(checkpointed(llama))
+    train(model, monkeypatch, "all layers")
+    pace.training().done = 12
+    kept = base_of(model).runner.kept
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(model, BATCHES[0]).backward()
+    assert kept._call is None
+    loss_of(model, BATCHES[0]).backward()
+    assert kept._call is not None
+    with torch.no_grad():
+        loss_of(model, BATCHES[0])
+    assert kept._call is None
+    loss_of(model.eval(), BATCHES[0]).backward()
+    assert kept._call is None
+
+
+def test_every_second_layer(monkeypatch):
+    """The others keep their activations anyway."""
+
+    def make():
+        model = checkpointed(llama)
+        for layer in model.model.layers[::2]:
+            layer.gradient_checkpointing = False
+        return model
+
+    expected, *_ = train(fastdpo.prepare(make()), monkeypatch, None)
+    model = fastdpo.prepare(make())
+    ours, kept, *_ = train(model, monkeypatch, "all layers")
+    assert_equal(ours, expected)
+    assert max(kept) == 2
+    assert [x.gradient_checkpointing for x in model.model.layers] == 2 * [False, True]
+
+
+def test_calls_before_one_backward_keep_nothing(monkeypatch):
+    """How many more of them there will be is not known."""
+    model = fastdpo.prepare(checkpointed(llama))
+    train(model, monkeypatch, "all layers")
+    kept = base_of(model).runner.kept
+    pace.training().done = 12
+    first = loss_of(model, BATCHES[0])
+    assert len(kept.kept) == 4
+    second = loss_of(model, BATCHES[0])
+    assert not kept.kept
+    (first + second).backward()
+    loss_of(model, BATCHES[0]).backward()
+    assert not kept.kept
+
+
+def test_a_recording_and_its_trial_see_the_layers_as_the_call_runs_them(monkeypatch):
+    stand_in = recorder.install(monkeypatch)
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    monkeypatch.setattr(pace, "is_on", lambda: True)
+    model, seen = fastdpo.prepare(checkpointed(llama)), []
+    monkeypatch.setattr(Room, "begin", lambda *_: PLENTY)
+    stock = graphs.trial_of
+
+    def trial_of(*args):
+        seen.append([x.gradient_checkpointing for x in model.model.layers])
+        return stock(*args)
+
+    monkeypatch.setattr(graphs, "trial_of", trial_of)
+    monkeypatch.setattr(pace.Pace, "is_sure", lambda *_: False)
+    small, large = batch((9, 4, 6)), batch((30, 6, 12), (6, 8, 9))
+    for given in (small, large, *4 * [BATCHES[0]]):
+        loss_of(model, given).backward()
+    kept = base_of(model).runner.kept
+    assert stand_in.replays > 0
+    assert 4 * [False] in seen
+    assert fastdpo.calls["fastdpo.score", "policy", "replayed"] > 0
+    assert (kept.kept, kept.bytes) == ([], 0.0), "a replay runs no layers"
+    assert [x.gradient_checkpointing for x in model.model.layers] == 4 * [True]
+
+
+def test_reports_leave_out_what_kept_layers_add_to_peaks(monkeypatch):
+    device, cpu = Device(1000.0, used=100, peak=100), torch.device("cpu")
+    device.plant(monkeypatch)
+    device.take(200)
+    assert memory.report(cpu).peak == 300
+    memory.add_to_peaks(cpu, 150)
+    device.take(150)
+    assert memory.report(cpu) == device.report()._replace(peak=300)
+    device.take(50)
+    assert memory.report(cpu).peak == 350
+    device.give(400)
+    memory.add_to_peaks(cpu, 0)
+    assert memory.report(cpu).peak == 350
+    device.take(500)
+    assert memory.report(cpu).peak == 600
+    device.peak = 200  # which a user has reset
+    assert memory.report(cpu).peak == 200
+
+
+def test_the_log_says_what_is_kept(monkeypatch, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    monkeypatch.setattr(memory, "held", {})
+    train(fastdpo.prepare(checkpointed(llama)), monkeypatch, "all layers")
+    (line,) = [x for x in caplog.messages if "keeps" in x]
+    assert re.fullmatch(
+        r"fastdpo: fastdpo.score \(policy\): keeps the activations of 4 of 4 layers in batches of up to \d+ tokens; "
+        "FASTDPO_AUTO=0 recomputes them",
+        line,
+    )
+    assert [x.rpartition(": ")[0] for x in memory.lines()] == [
+        "fastdpo: cpu, gradient tiles",
+        "fastdpo: cpu, activations",
+    ]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["full", "LoRA"])
+def test_ranks_that_keep_different_numbers_of_layers(monkeypatch, tmp_path, engine, name):
+    """Losses and gradients are, to the last bit, those of ranks that recompute all layers."""
+
+    def run(rank: int, keeps: bool):
+        monkeypatch.setenv(memory.VARIABLE, str(int(keeps)))
+        given = [[0.0, PLENTY, 300_000, 0.0], [PLENTY, 300_000, 0.0, 0.0]][rank]
+        monkeypatch.setattr(Room, "begin", lambda self, size, now, step: given[(step + 1) % 4])
+        pace.trainings[:] = [pace.Training()]
+        torch.manual_seed(0)
+        inner = checkpointed(MODELS[name])
+        fastdpo.prepare(inner)
+        if engine == "ddp":
+            model = DistributedDataParallel(inner)
+        else:
+            model, mesh = inner, init_device_mesh("cpu", (2,))
+            for layer in base_model(inner).model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.01)
+        found, kept = [], []
+        for i in range(8):
+            loss = loss_of_ranks(model, BATCHES[(i + rank) % len(BATCHES)])
+            kept.append(len(base_of(inner).runner.kept.kept))
+            loss.backward()
+            found.append([loss.detach(), *(local(x.grad).clone() for x in model.parameters() if x.grad is not None)])
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, kept
+
+    def work(rank: int):
+        fastdpo.calls.clear()
+        return run(rank, False), run(rank, True), fastdpo.calls.copy()
+
+    kept_by_ranks = []
+    for (expected, none), (ours, kept), calls in ranks(2, tmp_path, work):
+        assert_equal(ours, expected)
+        assert sum(none) == 0
+        assert {path for _, _, path in calls} == {"fused"}
+        kept_by_ranks.append(kept)
+    first, second = kept_by_ranks
+    assert {0, 4} < {*first} | {*second}
+    assert sum(x != y for x, y in zip(first, second, strict=True)) > 3
+
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def base_model(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def loss_of_ranks(model, given):
+    chosen, rejected = (0.1 * fastdpo.score(model, *given).sums()).chunk(2)
+    return -logsigmoid(chosen - rejected).mean()
