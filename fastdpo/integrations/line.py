@@ -30,7 +30,7 @@ from ..models.structure import is_training
 from ..reasons import Reason
 from . import switching
 from .admission.signatures import attribute_of, signature_difference
-from .admission.tested_code import differing
+from .admission.tested_code import called_by, differing
 from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .options import PatchOptions
@@ -138,7 +138,7 @@ class TrainerLine:
         """
         created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(self.trainer_class(), "add_callback") else {}
         reason = self.signature_difference({**created, **self.parameters})
-        if reason is None and (changed := self.changed_code(self.relies_on)):
+        if reason is None and self.newer and (changed := self._differing(self.code_relied_on())):
             return Reason("changed-code", functions=", ".join(changed))
         return reason
 
@@ -174,7 +174,7 @@ class TrainerLine:
             role,
             rewards=CLASSIFIER_HEAD if is_reward else self.rewards,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
-            newer=f"{self.package} {installed_version(self.package)}" if self.is_newer else "",
+            newer=next((f"{x} {installed_version(x)}" for x in (self.package, *self.newer) if x in self.newer), ""),
             share_prompts=self.options.share_prompts,
             compile=compile,
             verify=self.options.verify,
@@ -232,9 +232,16 @@ class TrainerLine:
                     found[overriding_name] = overriding
         return found
 
+    def code_relied_on(self) -> dict[str, Any]:
+        """`code_of` what the line relies on, with the functions of the trainer's package that these call by name."""
+        found = self.code_of(self.relies_on)
+        return {name: x for function in found.values() for name, x in called_by(function, self.package)} | found
+
     def changed_code(self, functions: Iterable[str]) -> list[str]:
         """The full names of those functions that have other code than a tested version, in packages that are newer."""
-        found = self.code_of(functions) if self.newer else {}
+        return self._differing(self.code_of(functions)) if self.newer else []
+
+    def _differing(self, found: Mapping[str, Any]) -> list[str]:
         return differing({name: x for name, x in found.items() if name.partition(".")[0] in self.newer})
 
     def wrap(self, name: str, function: Callable) -> None:

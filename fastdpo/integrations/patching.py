@@ -42,7 +42,6 @@ class Seam:
         reason: why the trainer is not patched; None if it is.
         stock_trainers: class names of trainers created before `patch()`, which stay unpatched.
         newer: the installed packages, with their versions, that are newer than the tested ones.
-        compared: whether the first fused calls are compared with stock ones, since the trainer's package is newer.
         imported: whether its module is imported. Otherwise the trainer is patched, or reported as off, when it is.
     """
 
@@ -51,7 +50,6 @@ class Seam:
     reason: Reason | None
     stock_trainers: tuple[str, ...] = ()
     newer: tuple[str, ...] = ()
-    compared: bool = False
     imported: bool = True
 
     @property
@@ -243,9 +241,7 @@ def _report(examined: Iterable[_Examined]) -> PatchReport:
     if noted.issuperset(newer):
         return PatchReport(seams)
     noted.update(newer)
-    why = "they have all that fastdpo uses"
-    if any(seam.compared for seam in seams):
-        why = "the first calls of each model are compared with stock ones"
+    why = "calls of each model are compared with stock ones"
     return PatchReport(seams, f"provisionally, newer than tested: {', '.join(newer)}. Nothing is to be done: {why}")
 
 
@@ -370,7 +366,7 @@ def _examine(name: str, imports: bool) -> _Examined:
     if reason is not None:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
     newer = tuple(f"{x} {installed_version(x)}" for x in sorted(line.newer()))
-    seam = Seam(name, version, None, newer=newer, compared=line.package in line.newer(), imported=imports)
+    seam = Seam(name, version, None, newer=newer, imported=imports)
     return _Examined(seam, trainer_line, weakref.WeakValueDictionary())
 
 

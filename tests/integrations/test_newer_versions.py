@@ -144,7 +144,7 @@ def test_trainers_of_a_newer_version_are_compared(trainer, tmp_path):
     stock = run("stock")
     stock.in_float64 = lambda: run("float64", double)
     with fastdpo.patched(trainer) as report:
-        assert report.seams[0].compared
+        assert report.seams[0].newer
         patched = run("patched")
     assert {path for _, path in patched.calls} == {"fused"}
     assert counters.outcomes[trainer, "verified"] >= 2
@@ -162,6 +162,19 @@ def test_a_changed_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
     (seam,) = examine(trainer).seams
     assert not seam.on
     assert seam.reason.name == "changed-code"
+
+
+HELPED = {"CPO": "selective_log_softmax", "A2PO": "selective_log_softmax", "TPO": "selective_log_softmax_and_entropy"}
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("trainer", HELPED)
+def test_a_changed_helper_of_a_function_that_is_replaced_is_a_reason(monkeypatch, trainer):
+    assert examine(f"trl.{trainer}Trainer").seams[0].on
+    change(monkeypatch, HELPED[trainer])
+    (seam,) = examine(f"trl.{trainer}Trainer").seams
+    assert seam.reason.name == "changed-code"
+    assert f"trl.trainer.utils.{HELPED[trainer]}" in seam.reason
 
 
 @pytest.mark.parametrize("trainer", CUT_BY_MAX_TOKENS)
@@ -185,7 +198,7 @@ def test_another_function_that_an_option_relies_on_is_a_reason(monkeypatch, capl
     trainer, differ = OTHERS[case]
     set_newer(monkeypatch, "transformers")
     differ(monkeypatch)
-    assert fastdpo.patch(f"trl.{trainer}Trainer", max_tokens=500).seams[0].compared
+    assert fastdpo.patch(f"trl.{trainer}Trainer", max_tokens=500).seams[0].newer
     assert re.search(r"keeps the batches of TRL, .*\.\w+, on which max_tokens relies", caplog.text)
 
 
@@ -202,7 +215,7 @@ def test_versions_that_are_newer_than_those_of_a_line(versions):
     assert [version for version in (*newer, *others) if line.precedes(version)] == newer
 
 
-COMPARED = "Nothing is to be done: the first calls of each model are compared with stock ones"
+COMPARED = "Nothing is to be done: calls of each model are compared with stock ones"
 
 
 @pytest.mark.usefixtures("newer")

@@ -69,7 +69,7 @@ def test_a_newer_version_is_provisional(monkeypatch, package):
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(packages.newer()))
     assert f"{package} 99.0" in versions
     assert report.seams[0].newer == tuple(versions.split(", "))
-    nothing = "Nothing is to be done: they have all that fastdpo uses"
+    nothing = "Nothing is to be done: calls of each model are compared with stock ones"
     assert report.note == f"provisionally, newer than tested: {versions}. {nothing}"
     tested = packages.TESTED[package]
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}"

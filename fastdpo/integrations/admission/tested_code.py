@@ -9,9 +9,10 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 PATH = Path(__file__).with_name("tested_code.json")
 
@@ -33,6 +34,15 @@ def hash_of(function: Any) -> str | None:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):
         return None
+
+
+def called_by(function: Any, package: str) -> Iterator[tuple[str, Any]]:
+    """The functions of a package that a function of it calls by their names, with their full names."""
+    function = inspect.unwrap(function) if callable(function) else None
+    for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
+        called = cast(FunctionType, function).__globals__.get(name)
+        if isinstance(called, FunctionType) and called.__module__.partition(".")[0] == package:
+            yield f"{called.__module__}.{name}", called
 
 
 def differing(functions: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ def test_trainers_that_run_functions_of_TRL_need_a_tested_version_of_it(monkeypa
     versions = {"ms-swift": "4.7.0", "trl": trl}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or version(name))
     seams = {seam.name: seam for seam in examine("swift").seams}
-    assert all(seams[f"swift.{kind}Trainer"].compared for kind in ("DPO", "KTO"))
+    assert all(seams[f"swift.{kind}Trainer"].newer for kind in ("DPO", "KTO"))
     for kind in ("CPO", "ORPO"):
         seam = seams[f"swift.{kind}Trainer"]
         assert seam.on == (trl == "0.29.1")

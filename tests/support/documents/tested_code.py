@@ -30,7 +30,7 @@ def newest_lines() -> Iterator[TrainerLine]:
 
 def relied_on(line: TrainerLine) -> dict[str, Any]:
     """All functions that a line relies on, by their full names."""
-    return line.code_of([*line.relies_on, *chain.from_iterable(line.options_rely_on.values())])
+    return line.code_relied_on() | line.code_of(chain.from_iterable(line.options_rely_on.values()))
 
 
 def found() -> dict[str, str | None]:
