@@ -75,9 +75,9 @@ def test_a_newer_version_is_provisional(monkeypatch, package):
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}"
 
 
-def test_options_that_rely_on_a_changed_sampler_are_refused(monkeypatch):
+def test_options_that_rely_on_a_changed_sampler_keep_the_batches(monkeypatch, caplog):
     set_newer(monkeypatch, "accelerate")
     change(monkeypatch, "_iter_with_no_split")
-    with pytest.raises(fastdpo.PatchError, match="_iter_with_no_split, on which max_tokens relies"):
-        fastdpo.patch("trl.DPOTrainer", max_tokens=500)
-    assert examine("trl.DPOTrainer").seams[0].on
+    assert fastdpo.patch("trl.DPOTrainer", max_tokens=500).seams[0].on
+    assert "keeps the batches of TRL" in caplog.text
+    assert "_iter_with_no_split, on which max_tokens relies" in caplog.text
