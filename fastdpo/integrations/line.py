@@ -430,6 +430,8 @@ class TrainerLine:
             return stock(trainer, *args, **kwargs)
         state.has_stepped = False
         self.prepare(trainer)
+        for fused in filter(None, (find() for find in state.forwards.values())):
+            fused.audited.clear()
         try:
             return stock(trainer, *args, **kwargs)
         finally:

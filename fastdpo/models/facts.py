@@ -10,11 +10,14 @@ from torch import nn
 
 from . import attention
 from .functions import Code, forwards_of, module_of
-from .harmless import CODE, KERNELS, is_of
+from .harmless import CODE, is_of
 from .parts import text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+KERNELS = ("causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels", "numpy", "einops")
+"""Packages whose functions modeling files of transformers import."""
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:

@@ -46,9 +46,6 @@ LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", *TRAINERS)
 CODE = (*LIBRARIES, "bitsandbytes", "liger_kernel", "torchao")
 """Packages whose layers treat a token alike whatever the length of its batch, but for what a configuration says."""
 
-KERNELS = ("causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels", "numpy", "einops")
-"""Packages whose functions modeling files of transformers import."""
-
 HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Hooks of transformers and PEFT, which add another one each time gradient checkpointing is enabled."""
 

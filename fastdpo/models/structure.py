@@ -147,9 +147,7 @@ class Identity:
         trained = tuple(map(_is_trained, parameters)) if model.training else ()
         self.trained = (1 if sharded else hash(trained)) if any(trained) else 0
         self._frozen = [] if sharded else [x for x in parameters if not x.requires_grad]
-        configs = {
-            id(x): x for x in (vars(module).get("config") for module in self.modules) if is_configuration(type(x))
-        }
+        configs = {id(x): x for x in (vars(y).get("config") for y in self.modules) if is_configuration(type(x))}
         of_attention = attention.functions_of(model)
         self._code = Code({*map(type, self.modules)})
         additions = [(id(module), *x) for module in self._hooked for x in additions_to(module)]
@@ -164,9 +162,7 @@ class Identity:
         self._attributes = [cache[id(module)].attributes for module in self.called]
         members = [vars(module)[name] for module in self.modules for name in self._copied[1:]]
         members += [*map(vars, self.called), *(x for x in self._containers if isinstance(x, dict))]
-        self._single = [
-            (x, key, y) for x in members for key, y in x.items() if isinstance(y, Tensor) and y.numel() == 1
-        ]
+        self._single = [(x, k, y) for x in members for k, y in x.items() if isinstance(y, Tensor) and y.numel() == 1]
         self._of_model_was = _copied(self._of_model(model), self._copied)
         self._others_were = self._others(model)
         self._children_were = [dict(module._modules) for module in self._holders]

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -447,3 +447,78 @@ def test_replays_of_old_values(monkeypatch, caplog):
     assert not replayed[-1]
     (message,) = caplog.messages
     assert "[graphs-changed]" in message
+
+
+def in_groups(parts: int):
+    """Adds to each token the mean of its group of a row: shifted sparse attention in short."""
+
+    def mix(hidden: Tensor) -> Tensor:
+        size = max(1, hidden.shape[1] // parts)
+        groups = functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % size)).unflatten(1, (-1, size))
+        return (groups + groups.mean(2, keepdim=True)).flatten(1, 2)[:, : hidden.shape[1]]
+
+    return mix
+
+
+def by_the_end(hidden: Tensor) -> Tensor:
+    return hidden + hidden[:, -1:]
+
+
+MIXED_ROWS = {"quarters": in_groups(4), "thirds": in_groups(3), "ends": by_the_end}
+
+
+@pytest.mark.parametrize("name", MIXED_ROWS)
+def test_attention_that_depends_on_the_width_of_rows(name, monkeypatch):
+    """Whether it is packed as whole rows or falls back, for rows whose widths are even numbers of groups and not."""
+    own = modeling_llama.LlamaAttention.forward
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        output, weights = own(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+        return (MIXED_ROWS[name](output) if self.training else output), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    for width in (22, 23, 24):
+        model = fastdpo.prepare(llama())
+        ids = torch.randint(6, WORDS, (4, width), generator=torch.Generator().manual_seed(width))
+        ids[2:, :9] = ids[:2, :9]
+        labels = ids.masked_fill(torch.arange(width) < 9, -100)
+        for _ in range(2):
+            found = fastdpo.score(model, ids, labels=labels).logps
+            torch.testing.assert_close(found, own_logps(model, ids, labels), rtol=1e-9, atol=1e-9)
+
+
+def counting_on_modules(module: nn.Module) -> list:
+    module.count = 0
+
+    def count(module, args, output):
+        module.count += 1
+
+    return [module.register_forward_hook(count), lambda: delattr(module, "count")]
+
+
+def counting_in_a_list(module: nn.Module) -> list:
+    module.seen = []
+    handle = module.register_forward_pre_hook(lambda module, args: module.seen.append(len(args)))
+    return [handle, lambda: delattr(module, "seen")]
+
+
+def timing(module: nn.Module) -> list:
+    module.times = {"begin": 0, "end": 0}
+    before = module.register_forward_pre_hook(lambda module, args: module.times.update(begin=module.times["begin"] + 1))
+    after = module.register_forward_hook(lambda module, args, output: module.times.update(end=module.times["end"] + 1))
+    return [before, after, lambda: delattr(module, "times")]
+
+
+@pytest.mark.parametrize("begin", [counting_on_modules, counting_in_a_list, timing])
+def test_a_profiler_of_one_step(begin):
+    """Its hooks are of an engine, and keep state. The model, and an equal one, are fused again without them."""
+    begin = FunctionType(begin.__code__, {**globals(), "__name__": "deepspeed.profiling.flops_profiler.profiler"})
+    policy, reference = (fastdpo.prepare(llama(seed=seed)) for seed in range(2))
+    paths = []
+    for step in range(6):
+        ending = [x for module in policy.modules() for x in begin(module)] if step == 2 else []
+        paths.append((scored(policy)[0], scored(reference)[0]))
+        for end in ending:
+            end() if callable(end) else end.remove()
+    assert [x for x, _ in paths] == ["fused", "fused", "stock", "fused", "fused", "fused"]
+    assert [x for _, x in paths] == ["fused"] * 6
