@@ -40,8 +40,6 @@ def passes(trainer: str, workload: Record, batch: int) -> tuple[list[Row], list[
     of_trainers = {
         # Policy and reference score the KL term, of the completion of the prompt before.
         "kto": (chosen, chosen, chosen + borrowed + borrowed),
-        "tpo": (rows + borrowed, rows + borrowed, []),
-        "a2po": (chosen, chosen, chosen),
         "rloo": (rows, rows, rows + rows),  # by the old policy, too
         "reward": (rows, rows, []),
         "evaluation": (rows, [], rows + rows),

@@ -124,7 +124,7 @@ def train(options: dict[str, Any] | None, steps: int, quick: bool, threads: int)
         before |= {"models": built - start, "trainer": now() - built}
         for part, owner, name in (
             ("batches", trainer, "get_batch_samples"),
-            ("backward", trainer.accelerator, "backward"),
+            ("backward", torch.Tensor, "backward"),
             ("optimizer", torch.optim.AdamW, "step"),
         ):
             parts.watch(part, owner, name)

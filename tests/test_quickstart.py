@@ -24,12 +24,12 @@ def test_the_notebook_runs(monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     committed, notebook = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
     (sizes,) = (cell for cell in notebook.cells if "STEPS, PAIRS = 12, 6" in cell.source)
-    sizes.source = sizes.source.replace("STEPS, PAIRS = 12, 6", "STEPS, PAIRS = 2, 2")
+    sizes.source = sizes.source.replace("STEPS, PAIRS = 12, 6", "STEPS, PAIRS = 3, 2")
     place = {"metadata": {"path": ROOT}}
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert "('trl.DPOTrainer', 'policy', 'fused'): 2" in printed
+    assert "('trl.DPOTrainer', 'policy', 'fused'): 3" in printed
     stock, packed = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:in TRL|with fastdpo)", printed)[:2])
     assert packed < stock
     assert float(re.search(r"difference of the loss: (\S+)", printed)[1]) < 1e-5

@@ -66,7 +66,7 @@ def test_a_program_without_a_trainer_logs_that_fastdpo_is_off(tmp_path):
     (tmp_path / "plain.py").write_text("print('done')")
     done = run(tmp_path / "plain.py")
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr.startswith("fastdpo: off, the program has imported none of trl.DPOTrainer, trl.KTOTrainer")
+    assert done.stderr.startswith("fastdpo: off, the program has imported none of trl.A2POTrainer, trl.CPOTrainer")
     assert done.stderr.endswith(" [nothing-imported]\n")
     assert done.stderr.count("\n") == 1
 

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -234,18 +234,23 @@ class TrainerStep:
 
     @contextmanager
     def _recorded(self, record: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-        """During a step, gives `record` what is compared of each call of a model, with its name."""
+        """During a step, gives `record` what is compared of each call of a model, with its name. A hook would see that
+        accumulated batches are merged.
+        """
         reference = self.reference
-
-        def call(module: nn.Module, args: Any, output: Any) -> None:
-            is_reference = not torch.is_grad_enabled() if reference is None else module is reference
-            record(f"{self.SCORES} of the {'reference' if is_reference else 'policy'}", self._scores_of(output))
-
         models = [self.model] if reference is None else [self.model, reference]
-        hooks = [model.register_forward_hook(call) for model in models]
-        yield
-        for hook in hooks:
-            hook.remove()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = nn.Module.__call__(module, *args, **kwargs)
+            if any(module is x for x in models):
+                is_reference = not torch.is_grad_enabled() if reference is None else module is reference
+                record(f"{self.SCORES} of the {'reference' if is_reference else 'policy'}", self._scores_of(output))
+            return output
+
+        with ExitStack() as patches:
+            for kind in {*map(type, models)}:
+                patches.enter_context(mock.patch.object(kind, "__call__", call))
+            yield
 
     def check(self) -> Arrays:
         """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""

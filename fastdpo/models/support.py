@@ -71,7 +71,8 @@ def output_reason(*modules: nn.Module) -> Reason | None:
     """Returns what may expect logits in the output of these modules: hooks and forwards of user code. None if nothing
     does.
     """
-    return _hooks_reason("output-hooks", _attached(modules, HOOKS[1:], PASSING))
+    hooks = _named(_attached(modules, HOOKS[1:], PASSING))
+    return Reason("output-hooks", hooks=hooks) if hooks else None
 
 
 def wrapping_reason(model: nn.Module) -> Reason | None:
@@ -86,12 +87,12 @@ def hooks_reason(model: PreTrainedModel) -> Reason | None:
     """
     inside = (x for x in model.modules() if x is not model and x is not head_of(model))
     attached = _attached(inside, HOOKS, (*HOOKING, *CODE))
-    return _hooks_reason("user-hooks", [*of_users(hooks_of_every_module()), *attached])
+    hooks = _named([*of_users(hooks_of_every_module()), *attached])
+    return Reason("user-hooks", hooks=hooks) if hooks else None
 
 
-def _hooks_reason(kind: str, hooks: list[Callable]) -> Reason | None:
-    names = sorted({*map(name_of, hooks)})
-    return Reason(kind, hooks=", ".join(names)) if names else None
+def _named(hooks: list[Callable]) -> str:
+    return ", ".join(sorted({*map(name_of, hooks)}))
 
 
 def _attached(modules: Iterable[nn.Module], names: tuple[str, ...], packages: tuple[str, ...]) -> list[Callable]:

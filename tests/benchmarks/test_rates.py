@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import rates, report, trainings
-from benchmarks.sides import a2po, groups, kto, reward, tpo, vision
+from benchmarks.sides import groups, kto, reward, vision
 from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload, ModelSize, VisionWorkload, Workload
 
 SIZE = ModelSize(layers=2, hidden=8, mlp=16, heads=2, kv_heads=1, vocabulary=32)
@@ -62,10 +62,9 @@ def rows_of(examples: list[dict]) -> list[tuple[int, int]]:
         ("step", Workload((PAIRS,)), lambda work: work.examples(0)),
         ("kto", Workload((PAIRS,)), lambda work: kto.examples(work, 0)),
         ("accumulated", AccumulatedWorkload((PAIRS,), trainer="KTO", pairs_of_prompt=2), lambda x: kto.examples(x, 0)),
-        ("tpo", Workload((PAIRS,)), lambda work: tpo.examples(work, 0)),
         ("vision", VisionWorkload((PAIRS,), images=2, side=64), lambda work: vision.examples(work, 0)),
     ],
-    ids=["step", "kto", "kto accumulated", "tpo", "vision"],
+    ids=["step", "kto", "kto accumulated", "vision"],
 )
 def test_rows_are_those_of_the_measured_sides(suite, workload, examples):
     name = getattr(workload, "trainer", suite).lower()
@@ -83,8 +82,6 @@ def test_rows_of_other_trainers():
     expected = [(len(p), len(c)) for p, c in groups.rows(of_groups, 0)]
     assert rates.passes("grpo", json_of(of_groups), 0) == (expected, expected, expected)
     assert [len(x) for x in rates.passes("rloo", json_of(of_groups), 0)] == [16, 16, 32]
-    assert a2po.ExactA2POStep.COMPLETIONS == ("chosen_ids",)
-    assert [len(x) for x in rates.passes("a2po", json_of(work), 0)] == [4, 4, 4]
 
 
 def test_rows_are_truncated():

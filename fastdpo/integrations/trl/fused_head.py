@@ -59,7 +59,9 @@ class FusedHeadLine(TrainerLine):
                 self.replacements.wrap(self.module(), function.__name__, function)
 
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
-        """Does nothing before TRL has given the model to `add_fused_lm_head`."""
+        """Does nothing before TRL has given the model to `add_fused_lm_head`, which models of rewards never are."""
+        if role == "reward":
+            super().install(trainer, role, model, base)
         head = head_of_trl(base)
         if head is not None:
             self._install_head(trainer, base, *head)

@@ -80,7 +80,7 @@ def install(model: nn.Module, **options: Any) -> None:
     """Makes `fused_score` compute a model's log-probabilities, with options of `ForwardOptions`."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     request = ForwardOptions("tests", "policy", groups="pairs", **options)  # else copies would share their masks
-    forward.install(base, request, lambda scored, _: scored.logps.logps)
+    forward.install(base, request, lambda scored, _: scored.logps.logps, prior_scores=False)
 
 
 def draw(model: nn.Module, pairs: Pairs, score: Score, *, calls: int, copies: int, seed: int = 0) -> Draws:

@@ -142,7 +142,14 @@ OPTIONS = {
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
     **{
         f"logged after {n} steps": (
-            dict(logging_steps=n, gradient_accumulation_steps=2, max_steps=5, evaluate=7, eval_strategy="epoch"),
+            dict(
+                logging_steps=n,
+                gradient_accumulation_steps=2,
+                max_steps=5,
+                evaluate=7,
+                eval_strategy="epoch",
+                max_tokens=None,
+            ),
             dict(policy=10, reference=10 + 8, eval=8),  # evaluated in each epoch, and at the end
         )
         for n in (2, 5)
