@@ -339,10 +339,12 @@ class TrainerLine:
 
     def install_options(self, base: PreTrainedModel, options: ForwardOptions, *, prior_scores: bool = False) -> None:
         """Gives a model the fused forward with these options, unless it has it."""
-        if base not in MODELS or cast(FusedForward, state_of(base)).options != options:
+        fused = cast(FusedForward, state_of(base)) if base in MODELS else None
+        if fused is None or fused.options._replace(special_ids=options.special_ids) != options:
             make_output = options.rewards.make_output if options.rewards else self.make_output(base)
             forward.install(base, options, make_output, prior_scores=prior_scores)
         else:
+            fused.options = options  # the trainer may have its tokenizer by now
             forward.forget_weights(base)
 
     # What `patch` calls.

@@ -108,7 +108,7 @@ OPTIONS_OF_GRPO = {
     "softcap": (dict(kind="gemma2", tiny=dict(query_pre_attn_scalar=8, final_logit_softcapping=3.0)), ONCE),
     "scaled logits": (dict(kind="granite", tiny=dict(logits_scaling=4.0)), ONCE),
     **{
-        f"loss {name}": (dict(**CLIPPED, loss_type=name), SCORED_BEFORE)
+        f"loss {name}": (dict(**CLIPPED, loss_type=name, seed=7), SCORED_BEFORE)
         for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
     },
 }
