@@ -432,7 +432,8 @@ class TrainerLine:
             return stock(trainer, *args, **kwargs)
         state.has_stepped = False
         self.prepare(trainer)
-        for fused in filter(None, (find() for find in state.forwards.values())):
+        resumed = state.forwards.values() if kwargs.get("resume_from_checkpoint") else ()
+        for fused in filter(None, (find() for find in resumed)):
             fused.audited.clear()
         try:
             return stock(trainer, *args, **kwargs)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_all_modules
 
 from . import harmless
-from .functions import closure_contents, inner_function, module_of, name_of
+from .functions import closure_contents, inner_function, is_named_hook, module_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks. For those of every module, torch has dictionaries of like names."""
@@ -58,8 +58,7 @@ def hook_identities(hooks: Iterable[Callable]) -> Iterator[tuple]:
     generates, and adds new ones.
     """
     for hook in hooks:
-        is_named = name_of(hook).split(".")[-1] in harmless.HOOKS or module_of(hook) in harmless.HOOK_MODULES
-        if not is_named and not is_hook_of_engine(hook):
+        if not is_named_hook(hook) and not is_hook_of_engine(hook):
             yield identity_of(hook)
 
 

@@ -22,7 +22,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -302,15 +302,22 @@ def implementation(model: PreTrainedModel) -> str:
     return _own_name(text_config(model))
 
 
-def functions_of(model: PreTrainedModel) -> tuple[str, Callable | None, Callable | None]:
-    """The name of a model's own attention implementation, and the functions that transformers has for it: the
+def functions_of(config: PretrainedConfig) -> tuple[str, Callable | None, Callable | None]:
+    """The name of a language model's own attention implementation, and the functions that transformers has for it: the
     attention, which is None if that is eager, and what makes its masks.
     """
+    name = _own_name(config)
+    of_attention, of_masks = _tables()
+    return name, of_attention.get(name), of_masks.get(name)
+
+
+@cache
+def _tables() -> tuple[Any, Any]:
+    """Those of transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = implementation(model)
-    return name, ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def configs_of(model: PreTrainedModel) -> list[PretrainedConfig]:

@@ -49,7 +49,7 @@ def has_own_code(model: PreTrainedModel) -> bool:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     functions = [x for module in model.modules() for x in forwards_of(module)]
     functions += [x for x in Code(kinds).functions if isinstance(x, FunctionType | BuiltinFunctionType)]
-    functions += [x for x in attention.functions_of(model)[1:] if x is not None]
+    functions += [x for x in attention.functions_of(text_config(model))[1:] if x is not None]
     written_in = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
     written_in |= {name for name in map(module_of, functions) if not is_of(name, KERNELS)}
     return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in written_in)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from . import harmless
+
 _MODELING = ("transformers.models.", "transformers_modules.")
 """Packages of modeling files."""
 
@@ -79,6 +81,11 @@ def module_of(function: Callable) -> str:
     written = getattr(function, "__globals__", {}).get("__name__")
     is_object = not isinstance(function, type | BuiltinFunctionType)
     return written or getattr(type(function) if is_object else function, "__module__", None) or ""
+
+
+def is_named_hook(hook: Callable) -> bool:
+    """Whether a hook is one of those that are known by their names or modules (see `harmless.HOOKS`)."""
+    return name_of(hook).split(".")[-1] in harmless.HOOKS or module_of(hook) in harmless.HOOK_MODULES
 
 
 def forwards_of(module: nn.Module) -> Iterator[Callable]:

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from torch import Tensor, nn
 
 from . import attention, head
-from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
+from .attachments import (
+    HOOKS,
+    PLAIN,
+    has_additions,
+    hook_identities,
+    hooks_of,
+    hooks_of_every_module,
+    identity_of,
+)
 from .contents import (
     Container,
     attributes_of,
@@ -34,7 +42,8 @@ from .contents import (
     is_rotary,
     plain_members,
 )
-from .functions import Code, name_of
+from .functions import Code, is_named_hook, name_of
+from .parts import text_config
 from .sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -148,12 +157,13 @@ class Identity:
         self.trained = (1 if sharded else hash(trained)) if any(trained) else 0
         self._frozen = [] if sharded else [x for x in parameters if not x.requires_grad]
         configs = {id(x): x for x in (vars(y).get("config") for y in self.modules) if is_configuration(type(x))}
-        of_attention = attention.functions_of(model)
+        self._config = text_config(model)
+        of_attention = attention.functions_of(self._config)
         self._code = Code({*map(type, self.modules)})
         additions = [(id(module), *x) for module in self._hooked for x in additions_to(module)]
         additions += [(None, *x) for x in hook_identities(hooks_of_every_module())]
-        hooks = [(type(module), name_of(hook)) for module in self._hooked for hook in hooks_of(module)]
-        self.kinds = hash((*map(type, self.modules), self._code.hash, *hooks, *(x[1] for x in additions)))
+        hooks = {(type(x), name_of(hook)) for x in self._hooked for hook in hooks_of(x) if not is_named_hook(hook)}
+        self.kinds = hash((*map(type, self.modules), self._code.hash, frozenset(hooks), *(x[1] for x in additions)))
         entries = map(configuration_entries, configs.values())
         self.code = hash((self.kinds, *of_attention, *(x.hash for x in of_modules), *entries))
         own = *map(id, self.modules), *of_attention, *additions
@@ -202,7 +212,7 @@ class Identity:
             [*chain.from_iterable(map(_children_of, self._parents))],
             [tuple(additions_to(module)) for module in self._hooked],
             [*hook_identities(hooks_of_every_module())],
-            attention.functions_of(model),
+            attention.functions_of(self._config),
             head.identity(self._head),
             _written(self._buffers),
             model.training and any(map(_is_trained, self._frozen)),

@@ -13,7 +13,7 @@ from accelerate.state import GradientState
 
 import fastdpo
 from tests.contract.harness import each, harnesses
-from tests.contract.test_training_again import losses
+from tests.integrations.test_training_again import losses
 
 DESCRIBED = {harness.name: harness for harness in harnesses()}
 REWARD, ONCE = "trl.RewardTrainer", dict(gradient_checkpointing=False)
