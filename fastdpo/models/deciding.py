@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import packing
+from ..distributed import gather_objects
 from ..ops.choice.tuning import bucket
 from ..ops.devices import is_transformed
 from ..packing import Layout, NotPackable
@@ -29,6 +30,7 @@ from .state import (
     Route,
     RunnableBatch,
     Verdict,
+    has_user_code,
     install_head,
     restore,
     states,
@@ -369,6 +371,8 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         differs = probe.score_difference(model, device, rewards) if rewards else probe.head_difference(model, device)
         reason = shared_reason(model, differs)
         result = result._replace(unsupported_reason=reason)
+    if sharding.is_sharded(model):
+        result = result._replace(is_audited=any(gather_objects(has_user_code(model))))
     return result
 
 

@@ -1,6 +1,7 @@
 """Calls 1, 2, 4, 8, ... of a model with code of users are compared with stock, so what no walk over it finds shows."""
 
 import functools
+import gc
 import logging
 import random
 from types import FunctionType, SimpleNamespace
@@ -223,15 +224,19 @@ class Noisy(Scaled):
         return functional.dropout(super().forward(hidden), 0.2, self.training)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(peft_config=LoraConfig(**{**LORA, "lora_dropout": 0.3}), reference=None),
-        dict(gradient_checkpointing=True),
-    ],
-    ids=["full", "adapters with dropout", "checkpointing"],
-)
+OPTIONS = {
+    "full": {},
+    "adapters with dropout": dict(peft_config=LoraConfig(**{**LORA, "lora_dropout": 0.3}), reference=None),
+    "checkpointing": dict(gradient_checkpointing=True),
+}
+
+
+def kept_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [Scaled, Noisy], ids=lambda x: x.__name__)
 def test_no_trace(kind, options, tmp_path, monkeypatch, caplog):
     """A training with audits is the same, to the bit, as one without, with the calls of hooks and random states."""

@@ -13,7 +13,7 @@ from rank_launch import Launched
 
 ERRORS = {
     "context parallel compiled": r"NotFused: .*compile=True, calls run whole batches \[sequence-option\]",
-    "context parallel token budget": "NotImplementedError: patch: max_tokens does not support parallelism_config",
+    "context parallel token budget": "NotCut: patch: max_tokens does not support parallelism_config",
     "context parallel stock": r"RuntimeError: The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)",
     **{
         f"sequence parallel {kind}": "ValueError: Ulysses SP requires `position_ids` in every dataloader batch"

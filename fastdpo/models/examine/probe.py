@@ -84,6 +84,7 @@ class ProbeResult(NamedTuple):
         attention_dropout: dropout of attention weights.
         packing_reason: why a model that ranks run together runs padded rows, and was not run here.
         left_padding: how padding on the left changes the states of rows.
+        is_audited: whether ranks that run the model together audit its calls, since one of them has custom code.
     """
 
     unsupported_reason: Reason | None
@@ -91,6 +92,7 @@ class ProbeResult(NamedTuple):
     attention_dropout: float = 0.0
     packing_reason: Reason | None = None
     left_padding: LeftPadding = "ignored"
+    is_audited: bool = False
 
 
 def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[int] = ()) -> ProbeResult:
