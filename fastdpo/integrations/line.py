@@ -235,7 +235,8 @@ class TrainerLine:
     def code_relied_on(self) -> dict[str, Any]:
         """`code_of` what the line relies on, with the functions of the trainer's package that these call by name."""
         found = self.code_of(self.relies_on)
-        return {name: x for function in found.values() for name, x in called_by(function, self.package)} | found
+        called = {name: x for function in found.values() for name, x in called_by(function, self.package)}
+        return found | {name: x for name, x in called.items() if all(x is not y for y in found.values())}
 
     def changed_code(self, functions: Iterable[str]) -> list[str]:
         """The full names of those functions that have other code than a tested version, in packages that are newer."""
