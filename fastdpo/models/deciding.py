@@ -20,6 +20,7 @@ from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import audit
+from .facts import has_own_code
 from .sequence_group import Part
 from .sharding import shared_reason
 from .state import (
@@ -30,7 +31,7 @@ from .state import (
     Route,
     RunnableBatch,
     Verdict,
-    has_user_code,
+    has_user_hooks,
     install_head,
     restore,
     states,
@@ -372,7 +373,7 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         reason = shared_reason(model, differs)
         result = result._replace(unsupported_reason=reason)
     if sharding.is_sharded(model):
-        result = result._replace(is_audited=any(gather_objects(has_user_code(model))))
+        result = result._replace(is_audited=any(gather_objects(has_own_code(model) or has_user_hooks(model))))
     return result
 
 

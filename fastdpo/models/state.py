@@ -223,9 +223,11 @@ class Verdict(NamedTuple):
         """With the backbone and the head of the model as it is, and facts about it."""
         routes = bool(getattr(text_config(model), "output_router_logits", False))
         of_model = backbone(model), head.head_of(model), attention.configs_of(model), vocabulary_of(model)
-        has_own, is_audited = has_own_code(model), has_changed or has_user_code(model)
+        has_own = has_own_code(model)
         if key.is_sharded:
             is_audited = result is not None and result.is_audited
+        else:
+            is_audited = has_own or has_changed or has_user_hooks(model)
         stores_all = has_own and bool(finding.mixers_of(model))
         of_code = rope_limit(model), routes, logit_transform(text_config(model)), has_own, is_audited, stores_all
         return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)
@@ -399,10 +401,9 @@ class FusedForward:
         return "reference" if kind == "reference" else self.options.role
 
 
-def has_user_code(model: PreTrainedModel) -> bool:
-    """Whether a model has code, or hooks, of packages that are not known."""
-    hooks = (of_users(hooks_of(module), harmless.MODULES) for module in backbone(model).modules())
-    return has_own_code(model) or any(hooks)
+def has_user_hooks(model: PreTrainedModel) -> bool:
+    """Whether modules of a model's backbone have hooks of packages that are not known."""
+    return any(of_users(hooks_of(module), harmless.MODULES) for module in backbone(model).modules())
 
 
 MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
