@@ -28,8 +28,8 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
-from fastdpo.models import captures, graphs, recording
 from fastdpo.models.parts import base_of
+from fastdpo.models.running import captures, graphs, recording
 from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops import devices
 from fastdpo.ops.attention import routes

@@ -10,7 +10,7 @@ import torch
 from benchmarks.sides.accumulated import OfProcessor
 from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep
 from benchmarks.sides.workload import Workload
-from fastdpo.models import pace
+from fastdpo.models.running import pace
 
 
 class KeptStep(OfProcessor, TrainerStep):

@@ -34,7 +34,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.models.calls import tokens
-from fastdpo.models.pace import Pace
+from fastdpo.models.running.pace import Pace
 
 SEEN = 2
 """How often each number of tokens must be seen before all of its batches are replayed."""

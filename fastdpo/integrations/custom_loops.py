@@ -17,13 +17,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
-from ..models import forward, splitting
+from ..models import forward
 from ..models.calls import calls
-from ..models.functions import module_of
+from ..models.identity.functions import module_of
 from ..models.parts import base_of, input_device_of, text_config, unknown_wrapper
+from ..models.ranks import splitting
+from ..models.ranks.sequence_group import SequenceGroup
 from ..models.running import Compile
 from ..models.scoring import targets_of_call
-from ..models.sequence_group import SequenceGroup
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.devices import is_transformed
 from ..ops.head.results import requested_statistics, statistic_names

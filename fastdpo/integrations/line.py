@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from torch import nn
 
 from ..logs import logger, report
-from ..models import forward, pace
+from ..models import forward
 from ..models.batch import as_current
 from ..models.calls import Counted, counted
+from ..models.identity.structure import is_training
 from ..models.parts import Wrapping, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
+from ..models.running import pace
 from ..models.state import MODELS, ForwardOptions, FusedForward, MakeOutput, state_of
-from ..models.structure import is_training
 from ..reasons import Reason
 from . import switching
 from .admission.signatures import attribute_of, signature_difference

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from ..logs import logger
-from ..models import pace
 from ..models.calls import calls_line
+from ..models.running import pace
 from ..ops import memory
 from .bypass import STATE
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..models import facts, forward, sharding, support
+from ..models import forward, parts
+from ..models.examine import support
 from ..models.parts import base_of
+from ..models.ranks import sharding
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
 from ..ops import TokenLogps, token_logps
@@ -207,9 +209,9 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
         b: those of the other, [R2, L2].
     """
     base = base_of(model, "equal_when_merged")
-    if not forward.will_be_fused(base, in_doubt=False) or (base.training and facts.has_dropout(base)):
+    if not forward.will_be_fused(base, in_doubt=False) or (base.training and parts.has_dropout(base)):
         return False
-    if facts.rope_limit(base) is None:
+    if parts.rope_limit(base) is None:
         return True
     if sharding.is_sharded(base):  # ranks that run it together must agree, and see other widths
         return False

@@ -21,12 +21,12 @@ from torch import nn
 
 from ..models import pickling
 from ..models.adapters import adapter_modules, peft_model
-from ..models.contents import Container, containers_in, copy_of, is_own
-from ..models.functions import inner_function, module_of
+from ..models.identity.contents import Container, containers_in, copy_of, is_own
+from ..models.identity.functions import inner_function, module_of
+from ..models.identity.structure import are_equal
 from ..models.parts import find_base
-from ..models.sharding import is_sharded
+from ..models.ranks.sharding import is_sharded
 from ..models.state import MODELS, state_of
-from ..models.structure import are_equal
 from .admission import packages
 from .replacements import temporarily
 

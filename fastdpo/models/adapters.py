@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..reasons import Reason
-from .harmless import ADAPTER_ENTRIES
+from .identity.harmless import ADAPTER_ENTRIES
 
 if TYPE_CHECKING:
     from peft import PeftModel

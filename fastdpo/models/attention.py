@@ -33,10 +33,10 @@ from ..ops.attention import routes
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
-from . import sequence_group
 from .mixers import current
 from .mixers.current import Witness
 from .parts import language_model, text_config
+from .ranks import sequence_group
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -15,14 +15,15 @@ from ..ops.choice.tuning import bucket
 from ..ops.devices import is_transformed
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import adapters, attention, head, images, sharding, splitting, support
+from . import adapters, attention, head, images
 from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
-from .examine import probe
+from .examine import probe, support
 from .examine.probe import ProbeResult
+from .examine.support import has_own_code
 from .examine.verification import audit
-from .facts import has_own_code
-from .sequence_group import Part
-from .sharding import shared_reason
+from .ranks import sharding, splitting
+from .ranks.sequence_group import Part
+from .ranks.sharding import shared_reason
 from .state import (
     ForwardOptions,
     FusedForward,
@@ -41,7 +42,7 @@ from .state import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .structure import Identity
+    from .identity.structure import Identity
 
 CALL_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"),

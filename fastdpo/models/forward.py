@@ -20,16 +20,18 @@ import torch
 from torch import nn
 
 from ..reasons import Reason
-from . import deciding, facts, pickling, splitting, support
+from . import deciding, parts, pickling
 from .calls import calls
 from .deciding import device_of
-from .functions import autocast_of, inner_function
+from .examine import support
+from .identity.functions import autocast_of, inner_function
+from .identity.structure import Structure
 from .parts import find_base, input_device_of, text_config
+from .ranks import splitting
+from .ranks.sharding import is_sharded
 from .running import Runner
 from .scoring import SCORING_ARGUMENTS, prior_output, score
-from .sharding import is_sharded
 from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
-from .structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +60,7 @@ def install(
     reason = reason or splitting.unsupported_reason(model, options)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
-    transform = facts.logit_transform(text_config(model)) if prior_scores else None
+    transform = parts.logit_transform(text_config(model)) if prior_scores else None
     prior = model.forward, prior_scores, autocast_of(model.forward)
     runner = Runner(options.integration, options.role, options.sequence_group is None and options.compile)
     fused = FusedForward(options, make_output, *prior, transform, reason, choose, examine, runner, state_of(model))

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
-from .attachments import HOOKS, hooks_of, is_hook_of_engine
-from .functions import inner_function, module_of, name_of
+from .identity.attachments import HOOKS, hooks_of, is_hook_of_engine
+from .identity.functions import inner_function, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,5 +1,6 @@
 """The parts of a model: the transformers model inside the wrappers of PEFT and engines, and in it the
-backbone, which is everything but the head, and the language model, which text passes through.
+backbone, which is everything but the head, and the language model, which text passes through; and what
+their configurations say.
 
 A model of text alone is its own language model. Image and audio towers lie outside of it.
 """
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from .functions import forwards_of, inner_function, module_of
-from .harmless import FORWARD_WRAPPERS, is_of
+from .identity.functions import forwards_of, inner_function, module_of
+from .identity.harmless import FORWARD_WRAPPERS, is_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -147,3 +148,58 @@ def input_device_of(base: PreTrainedModel) -> torch.device:
 def vocabulary_of(base: PreTrainedModel) -> int | None:
     """The number of rows of a model's token embedding, or None for an embedding of another kind."""
     return getattr(base.get_input_embeddings(), "num_embeddings", None)
+
+
+def rope_limit(model: PreTrainedModel) -> int | None:
+    """The largest width of a batch up to which rotary embeddings do not depend on the width, or None
+    if they never do.
+
+    In wider batches, LongRoPE has other frequencies, and those of dynamic NTK depend on the width and
+    on the batches before.
+    """
+    config = text_config(model)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    is_one = "rope_type" in parameters or "type" in parameters
+    of_layer_types = [parameters] if is_one else [x for x in parameters.values() if isinstance(x, dict)]
+    limits = []
+    for each in of_layer_types:
+        rope_type = each.get("rope_type") or each.get("type") or "default"
+        if "dynamic" in rope_type:
+            limits.append(config.max_position_embeddings - 1)  # frequencies are reset only below the maximum
+        elif rope_type == "longrope":
+            name = "original_max_position_embeddings"
+            limits.append(getattr(config, name, None) or each.get(name) or config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether a model without its adapters has dropout, as a module or
+    as an entry of its configuration.
+    """
+    entries = model.config.to_dict() | text_config(model).to_dict()
+    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries.items()):
+        return True
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout))
+    return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)
+
+
+def attention_window(config: PretrainedConfig) -> int | None:
+    """The sliding window of some or all layers in tokens, or None if the configuration has none."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    layers = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
+
+
+def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
+    """(softcap, logit_scale) of a model that computes `softcap *
+    tanh(logit_scale * z / softcap)` after its head.
+    """
+    softcap = getattr(config, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+        if getattr(config, name, None) is not None:
+            return softcap, getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    if scaling is None:
+        return softcap, 1.0
+    return softcap, scaling if config.model_type == "hyperclovax" else 1 / scaling

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from . import head
-from .functions import module_of
+from .identity.functions import module_of
 
 ATTRIBUTE = "_fastdpo_forward"
 """The attribute of a model that holds the state of its fused forward."""

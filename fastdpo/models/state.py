@@ -19,17 +19,19 @@ from ..logs import NotFused, report, strict, warn
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, calls, harmless, head, pickling, sharding
-from .attachments import hooks_of, of_users
+from . import attention, calls, head, pickling
 from .examine.probe import LeftPadding, ProbeResult
-from .facts import has_own_code, logit_transform, rope_limit
+from .examine.support import has_own_code
+from .identity import harmless
+from .identity.attachments import hooks_of, of_users
+from .identity.structure import Structure
 from .mixers import finding
-from .parts import backbone, text_config, vocabulary_of
+from .parts import backbone, logit_transform, rope_limit, text_config, vocabulary_of
 from .pickling import ATTRIBUTE
+from .ranks import sharding
+from .ranks.sequence_group import Part, SequenceGroup
 from .reward_head import RewardHead
 from .running import Compile, Runner
-from .sequence_group import Part, SequenceGroup
-from .structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -186,7 +188,7 @@ class Verdict(NamedTuple):
         head: of the model.
         configs: see `attention.configs_of`.
         vocabulary: see `parts.vocabulary_of`.
-        rope_limit: see `facts.rope_limit`.
+        rope_limit: see `parts.rope_limit`.
         routes: whether the model returns router logits unless a call says otherwise.
         logit_transform: (softcap, logit_scale) of the model.
         has_own_code: whether some of its code is of a package that is not known.

@@ -36,7 +36,7 @@ from ..data.columns import require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.examine.comparable import in_evaluation_mode
-from ..models.support import rope_reason
+from ..models.examine.support import rope_reason
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs
 from .passes import TOKENS_PER_BATCH, RefLogps

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..models.harmless import CONFIG_ENTRIES
+from ..models.identity.harmless import CONFIG_ENTRIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

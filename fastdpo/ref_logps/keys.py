@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..models.adapters import active_adapters
 from ..models.parts import base_of
-from ..models.sharding import is_sharded
+from ..models.ranks.sharding import is_sharded
 from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
 from .module_state import ModuleStates, NotCacheable, require_no_additions

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
-from ..models.contents import attributes_of
-from ..models.functions import closure_contents, inner_function, module_of, name_of, wrapped_in
-from ..models.harmless import LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
+from ..models.identity.contents import attributes_of
+from ..models.identity.functions import closure_contents, inner_function, module_of, name_of, wrapped_in
+from ..models.identity.harmless import LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from ..models.parts import is_transformers_model
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
 from .digests import canonical_json, config_digest

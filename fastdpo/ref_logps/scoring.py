@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..models import forward
+from ..models.examine.support import wrapping_reason
 from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
-from ..models.support import wrapping_reason
 from ..ops import token_logps
 from ..packing import IGNORE_INDEX
 

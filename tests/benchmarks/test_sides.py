@@ -16,7 +16,8 @@ from benchmarks.sides.budget import BudgetStep
 from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from benchmarks.suites import step
-from fastdpo.models import calls, pace
+from fastdpo.models import calls
+from fastdpo.models.running import pace
 from tests.support.kernels import recorder
 
 WORK = Workload((((8, 4, 3), (5, 2, 6)),), size=step.QUICK_SIZE)

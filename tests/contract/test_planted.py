@@ -3,7 +3,7 @@
 import pytest
 
 import fastdpo
-from fastdpo.models import compiled
+from fastdpo.models.running import compiled
 from fastdpo.ops.choice import notes
 from tests.contract.harness import each, harnesses
 from tests.support.kernels import recorder

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.models import pace
+from fastdpo.models.running import pace
 from tests.contract.harness import each, harnesses
 from tests.support.trl.dpo import build, tiny_model
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from fastdpo.models import attention, support
-from fastdpo.models.examine import probe
+from fastdpo.models import attention
+from fastdpo.models.examine import probe, support
 from tests.support.comparison import drawn, sizes_of
 from tests.support.trl.dpo import WORDS, assert_same_error
 

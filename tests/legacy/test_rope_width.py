@@ -4,7 +4,7 @@ place than transformers 5.
 
 import pytest
 
-from fastdpo.models import facts
+from fastdpo.models import parts
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import long_pairs, tiny_model
 
@@ -21,5 +21,5 @@ EPOCHS = dict(data=DATA, per_device_train_batch_size=2, max_steps=-1, num_train_
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_same_training(both, kind):
     tiny, limit = CONFIGURATIONS[kind]
-    assert facts.rope_limit(tiny_model(kind, **tiny)) == limit
+    assert parts.rope_limit(tiny_model(kind, **tiny)) == limit
     assert_trained_alike(both(kind, tiny=tiny, **EPOCHS), policy=8, reference=8)

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import fastdpo
-from fastdpo.models import activations, compiled, graphs, pace, scoring
-from fastdpo.models.activations import FLAG, Room
+from fastdpo.models import scoring
+from fastdpo.models.running import activations, compiled, graphs, pace
+from fastdpo.models.running.activations import FLAG, Room
 from fastdpo.models.state import state_of
 from fastdpo.ops import memory
 from fastdpo.ops.attention import packed_attention

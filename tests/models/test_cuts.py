@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdpo
-from fastdpo.models import recording
+from fastdpo.models.running import recording
 from tests.integrations.test_custom_loops import own_logps
 from tests.models.test_graphs import (
     BATCHES,

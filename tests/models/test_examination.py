@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastdpo
-from fastdpo.models import compiled, forward
+from fastdpo.models import forward
 from fastdpo.models.deciding import FREE_EXAMINATIONS
 from fastdpo.models.examine import probe
 from fastdpo.models.examine.snapshot import restored
+from fastdpo.models.running import compiled
 from fastdpo.models.state import state_of
 from tests.support.kernels import recorder
 from tests.support.models.planted import Counted, Scaled, Wrapped, in_layers

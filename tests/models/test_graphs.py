@@ -16,8 +16,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 import fastdpo
-from fastdpo.models import graphs, recording
-from fastdpo.models.running import Runner
+from fastdpo.models.running import Runner, graphs, recording
 from fastdpo.ops.attention import routes
 from tests.support.comparison import tiny
 from tests.support.kernels import recorder as stand_ins

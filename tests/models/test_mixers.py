@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.float64 import float64_throughout
-from fastdpo.models import attention, support
-from fastdpo.models.examine import probe
+from fastdpo.models import attention
+from fastdpo.models.examine import probe, support
 from fastdpo.models.mixers import finding, function_probe, hooks, known
 from fastdpo.models.mixers.segments import Segments, Sequences, collect, gather
 from tests.support.models.families import FUSED, HYBRID, WHOLE_ROWS, tiny_family

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from fastdpo import distributed
 from fastdpo.distributed import STEPS_OF_NOTICE, Ballot
-from fastdpo.models import pace
-from fastdpo.models.graphs import rounded_up
-from fastdpo.models.pace import BUSY, LEAST_SAVING, MARGIN, NEAREST, WATCHED, Pace, Training, Trial
-from fastdpo.models.running import GRAPHS, PAIRS
+from fastdpo.models.running import pace
+from fastdpo.models.running.graphs import rounded_up
+from fastdpo.models.running.pace import BUSY, LEAST_SAVING, MARGIN, NEAREST, WATCHED, Pace, Training, Trial
+from fastdpo.models.running.runner import GRAPHS, PAIRS
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.choice.notes import Compiled
 from tests.support.fuzzing import VARIABLE

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, RewardTrainer
 
 import fastdpo
-from fastdpo.models.functions import module_of
+from fastdpo.models.identity.functions import module_of
 from fastdpo.models.state import state_of
 from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import HYBRID, kind

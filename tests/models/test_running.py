@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo.models import compiled, pace, running, scoring
-from fastdpo.models.pace import Pace
+from fastdpo.models import scoring
+from fastdpo.models.running import compiled, pace
+from fastdpo.models.running import runner as running
+from fastdpo.models.running.pace import Pace
 from fastdpo.models.state import state_of
 from fastdpo.ops.choice import notes
 from tests.models.test_graphs import BATCHES, assert_close, batch, gradients, llama, loss_of, replays, step

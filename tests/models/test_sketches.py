@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastdpo.models import gradients
-from fastdpo.models.gradients import SIZE, sketch, sketches
+from fastdpo.models.examine import gradients
+from fastdpo.models.examine.gradients import SIZE, sketch, sketches
 
 GROUPS = {"embed.weight": "embeddings", "mlp.weight": "MLP", "mlp.bias": "MLP"}
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastdpo.models import compiled, forward
+from fastdpo.models import forward
+from fastdpo.models.identity.structure import Structure
+from fastdpo.models.running import compiled
 from fastdpo.models.state import ForwardOptions, state_of
-from fastdpo.models.structure import Structure
 from tests.support.models.surgeries import MixesTokensWeight
 from tests.support.trl.dpo import tiny_model, trained_adapter
 

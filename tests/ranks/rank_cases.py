@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from fastdpo.models import compiled
+from fastdpo.models.running import compiled
 from tests.support import faults
 from tests.support.comparison import double
 from tests.support.kernels import recorder

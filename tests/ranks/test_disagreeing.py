@@ -81,7 +81,7 @@ def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str], later:
         assert {path for kind, path in other["calls"] if kind not in later} == {"fused"}
 
 
-DECIDING = [*(f"models/{name}.py" for name in ("deciding", "support", "images", "islands", "head")), "packing.py"]
+DECIDING = [*(f"models/{name}.py" for name in ("deciding", "examine/support", "images", "head")), "packing.py"]
 """The files whose reasons send a call or a model to stock."""
 
 

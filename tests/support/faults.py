@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastdpo import packing
-from fastdpo.models import attention, batch, facts, head
+from fastdpo.models import attention, batch, head, parts
 from fastdpo.models.examine import probe
 from fastdpo.packing import Layout
 from fastdpo.prefix_tree import Branch
@@ -133,7 +133,7 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the softcap of a head."""
-    monkeypatch.setattr(facts, "logit_transform", lambda config: (None, 1.0))
+    monkeypatch.setattr(parts, "logit_transform", lambda config: (None, 1.0))
 
 
 SOFTCAPPED = dict(kind="gemma2", final_logit_softcapping=2.0)

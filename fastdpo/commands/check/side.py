@@ -30,7 +30,8 @@ from ...data.files import load_preferences
 from ...integrations.collating import CollatedBatch, with_layout
 from ...integrations.patching import patched
 from ...integrations.replacements import callback
-from ...models import calls, forward, gradients
+from ...models import calls, forward
+from ...models.examine import gradients
 from ...models.parts import backbone, base_of
 from .meters import PeakMemory, TokenCounter, timed
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...accuracy import error, run_bound
-from ...models import gradients
+from ...models.examine import gradients
 
 Run = dict[str, Any]
 """The result of `side.measure`."""

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models import forward
-from ...models.functions import module_of
+from ...models.examine.support import wrapping_reason
+from ...models.identity.functions import module_of
 from ...models.parts import base_of
-from ...models.support import wrapping_reason
 from ...reasons import Reason
 from ..line import TrainerLine, arguments_of
 from ..scored_rows import ScoredRows

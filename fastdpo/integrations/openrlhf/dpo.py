@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ...models import forward
 from ...models.batch import inputs_once
+from ...models.examine.support import wrapping_reason
 from ...models.parts import base_of
 from ...models.state import ForwardOptions
-from ...models.support import wrapping_reason
 from ...packing import IGNORE_INDEX
 from ..scored_rows import Inputs, ScoredRows
 from .line import OpenRLHFLine, strategy_unsupported_reason

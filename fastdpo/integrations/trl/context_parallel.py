@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...models.sequence_group import SequenceGroup
+from ...models.ranks.sequence_group import SequenceGroup
 from ..replacements import temporarily
 
 RELIES_ON = (

@@ -17,7 +17,7 @@ from ...logs import NotFused, warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ...models.sequence_group import SequenceGroup
+from ...models.ranks.sequence_group import SequenceGroup
 from ...models.state import ForwardOptions
 from ...reasons import Reason
 from ..collating import REPLACED

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from ...models import forward
-from ...models.functions import closure_contents, inner_function, module_of
+from ...models.identity.functions import closure_contents, inner_function, module_of
 from ...models.parts import find_base, is_transformers_model, text_config
 from ...models.scoring import router_loss
 from ...models.state import MakeOutput, ScoredBatch, state_of

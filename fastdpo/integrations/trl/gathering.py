@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...models.functions import module_of
+from ...models.identity.functions import module_of
 from ..replacements import temporarily
 
 Gather = Callable[[Tensor], Tensor]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...models import forward, support
+from ...models import forward
+from ...models.examine import support
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason

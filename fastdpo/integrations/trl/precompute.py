@@ -18,9 +18,9 @@ from ...data.columns import has_transform
 from ...logs import report, warn
 from ...models import forward, parts
 from ...models.examine.comparable import in_evaluation_mode
-from ...models.facts import rope_limit
-from ...models.sharding import reshard
-from ...models.support import rope_reason
+from ...models.examine.support import rope_reason
+from ...models.parts import rope_limit
+from ...models.ranks.sharding import reshard
 from ...reasons import Reason
 from ..lines import DPO
 from .models import as_reference, reference_logps, reference_of

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..facts import has_dropout
+from ..parts import has_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

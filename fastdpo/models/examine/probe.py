@@ -21,15 +21,14 @@ from ... import packing
 from ...accuracy import PROBE_FACTOR, fixed_rounding, perturbed, probe_bound, product_unit, row_errors
 from ...reasons import Reason
 from .. import attention
-from ..facts import attention_window, has_own_code, logit_transform
 from ..mixers import finding, function_probe
-from ..parts import backbone, text_config
+from ..parts import attention_window, backbone, logit_transform, text_config
+from ..ranks.sharding import is_sharded, shared_reason
 from ..reward_head import RewardHead
-from ..sharding import is_sharded, shared_reason
-from ..support import rope_reason
 from .comparable import is_quantized, undisturbed
 from .runs import Run, differentiable, gradient_difference, least_unit, run_backbone
 from .snapshot import restored
+from .support import has_own_code, rope_reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ...accuracy import floor, gradient_bound
 from ...reasons import Reason
-from ..gradients import sketch
 from ..parts import backbone
-from ..sharding import local_shard, parameters_of_run
+from ..ranks.sharding import local_shard, parameters_of_run
 from .comparable import is_quantized
+from .gradients import sketch
 from .snapshot import restored
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attachments import PLAIN
-from ..contents import Container, attributes_of, containers_in, copy_of, is_own, is_rotary, members_of
-from ..functions import inner_function, module_of
-from ..harmless import CODE, is_of
+from ..identity.attachments import PLAIN
+from ..identity.contents import Container, attributes_of, containers_in, copy_of, is_own, is_rotary, members_of
+from ..identity.functions import inner_function, module_of
+from ..identity.harmless import CODE, is_of
 from .comparable import is_quantized
 
 _KNOWN = (*CODE, "builtins")

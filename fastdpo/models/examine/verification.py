@@ -28,11 +28,12 @@ from ...logs import logger, report, warn
 from ...ops import definitions
 from ...ops.head.results import TokenLogps
 from ...reasons import Reason
-from .. import calls, gradients
-from ..pace import training
+from .. import calls
+from ..ranks.sharding import is_sharded, shared_reason
+from ..running.pace import training
 from ..scoring import prior_output, score, targets_of_call
-from ..sharding import is_sharded, shared_reason
 from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
+from . import gradients
 from .comparable import without_trace
 from .snapshot import restored
 

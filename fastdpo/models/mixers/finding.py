@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...reasons import Reason
-from ..functions import forwards_of, inner_function
+from ..identity.functions import forwards_of, inner_function
 from ..parts import language_model
 from . import known
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functions import inner_function
+from ..identity.functions import inner_function
 from . import current
 from .segments import Segments, collect, gather, gather_all
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.models import compiled
+from fastdpo.models.running import compiled
 from fastdpo.models.state import state_of
 from tests.integrations.test_custom_loops import gradients, rows
 from tests.support.comparison import (

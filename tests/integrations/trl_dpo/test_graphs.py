@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 import fastdpo
 from fastdpo.integrations.replacements import DECIDED
-from fastdpo.models import compiled, pace
+from fastdpo.models.running import compiled, pace
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.copies import set_newer
 from tests.support.kernels import recorder as recording

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
-from fastdpo.models import images, islands
+from fastdpo.models import images
 from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.device_layout import rows_of
 from tests.support.comparison import assert_trained_alike
@@ -90,7 +90,7 @@ ISLANDS = [name for name, family in FAMILIES.items() if family.islands]
 @pytest.mark.parametrize("name", ISLANDS)
 def test_images_that_attend_in_both_directions(both, monkeypatch, name, implementation):
     """The masks of types of layers that have islands, and those that have none."""
-    stock_masks, found = islands.attention_masks, []
+    stock_masks, found = images.attention_masks, []
 
     def attention_masks(*args):
         masks = stock_masks(*args)
@@ -98,7 +98,7 @@ def test_images_that_attend_in_both_directions(both, monkeypatch, name, implemen
         found.append({kind: rows_of(mask, tokens[kind]).ahead is not None for kind, mask in masks.items()})
         return masks
 
-    monkeypatch.setattr(islands, "attention_masks", attention_masks)
+    monkeypatch.setattr(images, "attention_masks", attention_masks)
     assert_trained_alike(both(name, prepare=lambda model: with_attention(model, implementation)), policy=2, reference=2)
     in_all = FAMILIES[name].islands == "all layers"
     assert found == [{"full_attention": in_all, "sliding_attention": True}] * 4
@@ -193,7 +193,7 @@ def _one_dimension(monkeypatch):
 
 
 def _no_islands(monkeypatch):
-    monkeypatch.setattr(islands, "attention_masks", lambda model, layout, *args: layout.mask)
+    monkeypatch.setattr(images, "attention_masks", lambda model, layout, *args: layout.mask)
 
 
 SABOTAGES = [

@@ -10,7 +10,8 @@ import torch
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.integrations.scored_rows import equal_when_merged
-from fastdpo.models import facts, forward, support
+from fastdpo.models import forward, parts
+from fastdpo.models.examine import support
 from fastdpo.models.state import ForwardOptions
 from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import assert_same, long_pairs, train
@@ -52,7 +53,7 @@ def against_stock(directory, name: str, patch: dict, **options):
 def test_limit(name):
     """Up to this width a row has the same hidden states in each batch, and beyond it others."""
     model, limit = tiny_family(name).eval(), LIMITS[name]
-    assert facts.rope_limit(model) == limit
+    assert parts.rope_limit(model) == limit
     ids = torch.randint(3, 90, (1, 6))
     states = {}
     for width in (6, limit, limit + 1, limit + 2):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from fastdpo.models import attention, recording
+from fastdpo.models import attention
+from fastdpo.models.running import recording
 from fastdpo.ops.attention.packed_attention import packed_attention
 from fastdpo.packing import pack
 from tests.kernels.interpreted.test_packed_attention import use_blocks

@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
-from fastdpo.models import attention, support
-from fastdpo.models.examine import probe
+from fastdpo.models import attention
+from fastdpo.models.examine import probe, support
 from fastdpo.models.parts import language_model
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fastdpo import distributed
-from fastdpo.models import captures, compiled, graphs, recording
-from fastdpo.models.pace import Pace
+from fastdpo.models.running import captures, compiled, graphs, recording
+from fastdpo.models.running.pace import Pace
 from fastdpo.ops import second_derivatives
 from fastdpo.ops.attention import packed_attention, routes
 

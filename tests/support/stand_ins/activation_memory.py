@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdpo.models import activations, pace
-from fastdpo.models.activations import FLAG, KeptActivations, Sizes
+from fastdpo.models.running import activations, pace
+from fastdpo.models.running.activations import FLAG, KeptActivations, Sizes
 from fastdpo.ops import memory
 from fastdpo.ops.memory import SHARE, VARIABLE, MemoryReport
 

@@ -10,11 +10,11 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ....logs import logger
-from ....models.attachments import hooks_of, hooks_of_every_module, is_hook_of_engine, of_users
-from ....models.functions import module_of, name_of, wrapped_in
-from ....models.harmless import is_of
+from ....models.examine.support import rope_reason
+from ....models.identity.attachments import hooks_of, hooks_of_every_module, is_hook_of_engine, of_users
+from ....models.identity.functions import module_of, name_of, wrapped_in
+from ....models.identity.harmless import is_of
 from ....models.parts import find_base
-from ....models.support import rope_reason
 from ...bypass import is_overridden
 
 if TYPE_CHECKING:

@@ -29,15 +29,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ..logs import logger, warn
-from ..ops import memory
-from ..ops.memory import VARIABLE, MemoryReport
-from ..packing import is_layout
+from ...logs import logger, warn
+from ...ops import memory
+from ...ops.memory import VARIABLE, MemoryReport
+from ...packing import is_layout
+from ..examine.comparable import forked_random_state
+from ..parts import language_model
+from ..ranks.sharding import is_sharded
 from . import pace
-from .examine.comparable import forked_random_state
-from .parts import language_model
 from .recordable import CHECKPOINTING, offloading_reason
-from .sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

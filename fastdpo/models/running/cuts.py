@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .parts import language_model
+from ..parts import language_model
 
 SEGMENTS = 4
 """Number of segments. About one part in so many of the reductions is left when the backward has ended."""

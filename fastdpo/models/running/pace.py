@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..logs import is_set
-from ..ops import second_derivatives
-from ..ops.choice.notes import Compiled
-from ..ops.memory import VARIABLE
+from ...logs import is_set
+from ...ops import second_derivatives
+from ...ops.choice.notes import Compiled
+from ...ops.memory import VARIABLE
 
 WARM_UP = 8
 """Number of calls before the first decision. The first ones compile kernels and fill caches."""

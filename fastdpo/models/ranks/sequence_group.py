@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.head.results import TokenLogps
-from ..packing import Layout
+from ...ops.head.results import TokenLogps
+from ...packing import Layout
 
 T = TypeVar("T")
 

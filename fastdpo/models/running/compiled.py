@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..logs import logger, report, warn
-from ..packing import is_layout
-from ..reasons import Reason
-from .mixers import finding
-from .parts import language_model
-from .structure import MAX_IDENTITIES, has_additions
+from ...logs import logger, report, warn
+from ...packing import is_layout
+from ...reasons import Reason
+from ..identity.structure import MAX_IDENTITIES, has_additions
+from ..mixers import finding
+from ..parts import language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .structure import Structure
+    from ..identity.structure import Structure
 
 BACKEND = "inductor"
 """The backend of `torch.compile`."""

@@ -20,16 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
-from . import attention, head
-from .attachments import (
-    HOOKS,
-    PLAIN,
-    has_additions,
-    hook_identities,
-    hooks_of,
-    hooks_of_every_module,
-    identity_of,
-)
+from .. import attention, head
+from ..parts import text_config
+from ..ranks.sharding import is_sharded
+from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
 from .contents import (
     Container,
     attributes_of,
@@ -43,8 +37,6 @@ from .contents import (
     plain_members,
 )
 from .functions import Code, is_named_hook, name_of
-from .parts import text_config
-from .sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..ops.devices import accumulation_dtype
-from .reward_head import CLASSIFIER_HEAD
+from ...ops.devices import accumulation_dtype
+from ..reward_head import CLASSIFIER_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

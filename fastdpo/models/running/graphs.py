@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..accuracy import run_bound, training_unit
-from ..logs import logger, report
-from ..reasons import Reason
+from ...accuracy import run_bound, training_unit
+from ...logs import logger, report
+from ...reasons import Reason
+from ..calls import calls
+from ..examine.comparable import forked_random_state, without_trace
+from ..examine.snapshot import restored
 from . import pace
-from .calls import calls
 from .captures import has_room, note_recordings
-from .examine.comparable import forked_random_state, without_trace
-from .examine.snapshot import restored
 from .pace import Pace, Trial
 from .recordable import have_hooks, offloading_reason, unsupported_reason
 from .recording import Inputs, Recording, Unsupported, padded, run_layers

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import routes
-from ..ops.attention.device_layout import Rows, rows_of
-from ..reasons import Reason
+from ...ops.attention import routes
+from ...ops.attention.device_layout import Rows, rows_of
+from ...reasons import Reason
 from .captures import memory_of, record
 from .cuts import Cut, first_layers, segmented
 from .recordable import CHECKPOINTING

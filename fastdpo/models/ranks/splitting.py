@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..logs import NotFused
-from ..reasons import Reason
-from . import facts
-from .mixers import finding
+from ...logs import NotFused
+from ...reasons import Reason
+from ..examine.support import has_own_code
+from ..mixers import finding
+from ..parts import rope_limit
 from .sequence_group import SequenceGroup, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .state import ForwardOptions, FusedForward, Route, RunnableBatch
+    from ..state import ForwardOptions, FusedForward, Route, RunnableBatch
 
 
 def unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
@@ -32,9 +33,9 @@ def unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reaso
         return Reason("sequence-option", option=option)
     if finding.mixers_of(model):
         return _of_model(model, "mixes tokens outside of its attention")
-    if facts.rope_limit(model) is not None:
+    if rope_limit(model) is not None:
         return _of_model(model, "has rotary embeddings that depend on the longest position of a batch")
-    return _of_model(model, "has code of its own, which may depend on T") if facts.has_own_code(model) else None
+    return _of_model(model, "has code of its own, which may depend on T") if has_own_code(model) else None
 
 
 def agreed(find: Callable[[], Route], fused: FusedForward, ids: object, device: torch.device) -> Route:

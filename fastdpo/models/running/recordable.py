@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ..reasons import Reason
-from . import facts
+from ...reasons import Reason
+from .. import parts
+from ..identity.structure import additions_to
+from ..mixers import finding
+from ..ranks.sharding import is_sharded
 from .compiled import trainer_compiles
-from .mixers import finding
-from .sharding import is_sharded
-from .structure import additions_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ def unsupported_reason(model: PreTrainedModel, modules: list[nn.Module], tensors
     kinds = {
         "lies on several ranks or devices": is_sharded(model) or any(x.device != device for x in tensors),
         "mixes tokens outside of its attention": bool(finding.mixers_of(model)),
-        "has rotary embeddings that depend on the width of a batch": facts.rope_limit(model) is not None,
+        "has rotary embeddings that depend on the width of a batch": parts.rope_limit(model) is not None,
     }
     name = type(model).__name__
     for kind, holds in kinds.items():

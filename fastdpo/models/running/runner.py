@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..distributed import Ballot, rank_and_world_size
-from ..logs import logger
-from ..ops.choice import notes
-from ..ops.choice.notes import Compiled
+from ...distributed import Ballot, rank_and_world_size
+from ...logs import logger
+from ...ops.choice import notes
+from ...ops.choice.notes import Compiled
+from ..examine.comparable import forked_random_state
 from . import graphs, pace
 from .activations import KeptActivations
 from .compiled import CompiledLayers, trainer_compiles
-from .examine.comparable import forked_random_state
 from .graphs import Graphs, Inputs
 from .pace import LEAST_SAVING, MARGIN, Pace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .structure import Structure
+    from ..identity.structure import Structure
 
 Compile = Literal["auto"] | bool
 """The option: whether layers are compiled, and graphs recorded where these pay. "auto": both where they pay."""

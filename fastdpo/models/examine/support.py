@@ -5,27 +5,32 @@ No model is known by its name here. `probe.py` then compares a packed run with a
 
 from __future__ import annotations
 
+import sys
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING
 
-from ..reasons import Reason
-from . import attention
-from .attachments import HOOKS, hooks_of, hooks_of_every_module, of_users
-from .facts import rope_limit
-from .functions import forwards_of, inner_function, module_of, name_of
-from .harmless import CODE, FORWARD_WRAPPERS, HOOKING, is_of
-from .head import head_of
-from .mixers import finding
-from .parts import PASSING, language_model, modules_around
+from torch import nn
+
+from ...reasons import Reason
+from .. import attention
+from ..head import head_of
+from ..identity.attachments import HOOKS, hooks_of, hooks_of_every_module, of_users
+from ..identity.functions import Code, forwards_of, inner_function, module_of, name_of
+from ..identity.harmless import CODE, FORWARD_WRAPPERS, HOOKING, is_of
+from ..mixers import finding
+from ..parts import PASSING, language_model, modules_around, rope_limit, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import nn
     from transformers import PreTrainedModel
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 LAYER_TYPES_WITH_MIXERS = {*LAYER_TYPES, "linear_attention", "conv", "hybrid", "mlp", "moe"}
+
+KERNELS = ("causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels", "numpy", "einops")
+"""Packages whose functions modeling files of transformers import."""
 
 
 def unsupported_reason(model: PreTrainedModel) -> Reason | None:
@@ -119,3 +124,16 @@ def rope_reason(model: PreTrainedModel, width: int) -> Reason | None:
     """
     limit = rope_limit(model)
     return None if limit is None or width <= limit else Reason("rope-width", limit=limit)
+
+
+def has_own_code(model: PreTrainedModel) -> bool:
+    """Whether classes of a model's modules, forwards in their place, or functions of their modeling files and of its
+    attention come from packages that are not known.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    functions = [x for module in model.modules() for x in forwards_of(module)]
+    functions += [x for x in Code(kinds).functions if isinstance(x, FunctionType | BuiltinFunctionType)]
+    functions += [x for x in attention.functions_of(text_config(model))[1:] if x is not None]
+    written_in = {kind.__module__ for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    written_in |= {name for name in map(module_of, functions) if not is_of(name, KERNELS)}
+    return not all(is_of(x, CODE) or x.partition(".")[0] in sys.stdlib_module_names for x in written_in)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..distributed import gather_objects
-from ..reasons import Reason
-from .examine.comparable import with_values
+from ...distributed import gather_objects
+from ...reasons import Reason
+from ..examine.comparable import with_values
 
 _policies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that were replaced, by the states of FSDP2 that had them."""

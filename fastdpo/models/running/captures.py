@@ -11,8 +11,8 @@ from weakref import WeakSet
 
 import torch
 
-from ..ops import memory
-from ..ops.memory import MemoryReport
+from ...ops import memory
+from ...ops.memory import MemoryReport
 
 T = TypeVar("T")
 
