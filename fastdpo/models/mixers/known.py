@@ -15,6 +15,9 @@ is installed, without those that the kernel does not take. Where the package `ke
 function is inside a module, whose forward may be replaced by a kernel of the Hugging Face Hub. PyTorch code
 and the kernels of mamba_ssm run batches that are padded. Those of flash-linear-attention run sequences of
 any lengths in one row, so that nothing is padded.
+
+To support another function, give it a `Scan` here, with an example of its arguments that decays slowly, and a family
+to `HYBRID` in `tests/support/models/families.py`.
 """
 
 from __future__ import annotations
