@@ -38,7 +38,7 @@ WHEEL := .venv-wheel
 # Environments are kept, also those that only a pattern names.
 .SECONDARY:
 
-.PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
+.PHONY: demo test test-all test-apart test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-newest left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
 	bench bench-llamafactory bench-ops bench-gpu gpu-day-1 gpu-day-2 gpu-wheels gpu-flash-attn clean
@@ -52,19 +52,34 @@ WORKERS ?= $(shell python3 -c "import os; print(min(len(os.sched_getaffinity(0))
 IN_PARALLEL = -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
+# Files that `make test` leaves to `make test-once`: families of models, and tests that start interpreters, compilers,
+# programs or ranks, which takes most of their time.
+APART := $(addprefix tests/,benchmarks kernels programs/trl properties test_check.py test_commands.py test_doctor.py \
+	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py test_selection.py \
+	contract/test_families.py contract/test_ranks.py ref_logps/test_ranks.py \
+	$(patsubst %,models/test_%.py,mixer_kernels mixers sequence_groups sequence_refusals sharding) \
+	$(patsubst %,integrations/test_%.py,custom_loops_on_ranks hub_kernels loops_of_others newer_versions patch_all \
+	patch_imports quantized spread_over_ranks trl_oldest trl_vllm versions) \
+	$(patsubst %,integrations/trl_dpo/test_%.py,compiled families hybrid images))
+
 # Each value of each parameter at least once, without what is slow and guards little.
 test: $(READY) $(TEST_PACKAGES)
-	$(TESTS) --quick $(ARGS)
+	$(TESTS) --quick $(addprefix --ignore ,$(APART)) $(ARGS)
+
+# What `make test` leaves out, in one process: `make test-once` runs another target next to it.
+test-apart: $(READY) $(TEST_PACKAGES)
+	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(APART) --quick $(ARGS)
 
 # Every combination of parameters, and every test.
 test-all: $(READY) $(TEST_PACKAGES)
 	$(TESTS) $(ARGS)
 
-# What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
+# What CI runs next to `make test`: what that leaves out, and each trainer line and each program, once. The longest come
+# first, for `make --jobs 2`.
 test-once: ONCE := --quick
 test-once: DETAILED := 1.14.2
 test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/contract/,test_options.py test_verifying.py) tests/legacy/test_run.py
-test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
+test-once: test-apart test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
 	test-census
 
 # The same with every version and every combination, for hours.
@@ -171,8 +186,8 @@ test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
 		tests/models/test_attention.py tests/models/test_graphs.py tests/integrations/trl_dpo/test_compiled.py --quick $(ARGS)
 
 # The newest versions that the index has, in an environment that is made anew: torch for CUDA, 5 GB. Prints which functions
-# differ from the tested ones, and runs the tests of `make test`. If all pass, it writes the versions into docs/support.md.
-# PIP_PRE=1 takes pre-releases too, and NEWEST_TESTS a part of the tests, which writes nothing.
+# differ from the tested ones, and runs the tests of `make test` and `make test-apart`. If all pass, it writes the versions
+# into docs/support.md. PIP_PRE=1 takes pre-releases too, and NEWEST_TESTS a part of the tests, which writes nothing.
 TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
 NEWEST_TESTS ?=
 # They need the pinned versions. What they would show has been printed.
