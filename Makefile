@@ -54,7 +54,7 @@ TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Files that `make test` leaves to `make test-once`: families of models, and tests that start interpreters, compilers,
 # programs or ranks, which takes most of their time.
-APART := $(addprefix tests/,benchmarks kernels programs/trl properties test_check.py test_commands.py test_doctor.py \
+APART := $(addprefix tests/,benchmarks kernels programs/trl test_check.py test_commands.py test_doctor.py \
 	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py test_selection.py \
 	contract/test_families.py contract/test_ranks.py ref_logps/test_ranks.py \
 	$(patsubst %,models/test_%.py,mixer_kernels mixers sequence_groups sequence_refusals sharding) \
@@ -116,9 +116,9 @@ test-census: $(READY) $(OLDEST_TRITON)
 test-legacy: test-legacy-newest test-legacy-oldest
 
 test-legacy-newest: $(LEGACY)/.ready
-	$(LEGACY)/bin/python -m pytest tests/contract tests/legacy tests/properties $(ONCE) $(ARGS)
+	$(LEGACY)/bin/python -m pytest tests/contract tests/legacy $(ONCE) $(ARGS)
 
-LEGACY_OLDEST_TESTS := tests/contract tests/legacy tests/properties
+LEGACY_OLDEST_TESTS := tests/contract tests/legacy
 test-legacy-oldest: $(LEGACY)/.ready
 	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest $(LEGACY_OLDEST_TESTS) $(ONCE) $(ARGS)
 
@@ -139,7 +139,7 @@ test-trl-%: $(VENV)/trl-% $(REQUESTS)
 		$(BIN)/python -m pytest --quick -p no:cacheprovider $(TRL_TESTS) $(WITHOUT_A_PASS) $(ARGS)
 
 test-openrlhf: $(OPENRLHF)/.ready
-	$(OPENRLHF)/bin/python -m pytest tests/contract tests/openrlhf tests/properties $(ONCE) $(ARGS)
+	$(OPENRLHF)/bin/python -m pytest tests/contract tests/openrlhf $(ONCE) $(ARGS)
 
 # Real programs, each in an environment of its own, started by their own commands.
 test-programs: test-llamafactory test-swift test-axolotl
