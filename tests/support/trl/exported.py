@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import trl
 import trl.experimental
@@ -21,7 +21,7 @@ from trl.experimental.kto import KTOTrainer
 
 from fastdpo.integrations.lines import LINES, Line
 from tests.support.trl.dpo import DPO, OPTIONS, Recipe, pairs
-from tests.support.trl.groups import build_group, prompts
+from tests.support.trl.groups import build_group
 from tests.support.trl.kto import KTO
 from tests.support.trl.online import writer
 
@@ -74,38 +74,19 @@ def conversations() -> list[dict]:
     ]
 
 
-def build(
-    module: str,
-    name: str,
-    rows: Callable[[], list[dict]],
-    directory: Path,
-    callbacks: list,
-    cast: Callable,
-    **options: Any,
-) -> Trainer:
-    """A trainer of a module of `trl`, with options of its configuration and arguments of its own."""
-    config = getattr(importlib.import_module(module), f"{name}Config")
-    names = {field.name for field in fields(config)}
-    of_config = {"output_dir": str(directory), **OPTIONS, **SHORT, **options}
-    others = {key: x for key, x in options.items() if key not in names}
-    if others.pop("teacher", False):
-        others["teacher_model"] = cast(model(directory, 1))
-    return getattr(importlib.import_module(module), f"{name}Trainer")(
+def build(name: str, directory: Path, callbacks: list, cast: Callable) -> Trainer:
+    """A trainer that learns from a teacher, in the package of its name."""
+    module = importlib.import_module(f"{X}.{name.lower()}")
+    config = getattr(module, f"{name}Config")
+    options = {"output_dir": str(directory), **OPTIONS, "max_length": 256, "max_new_tokens": 8, "lmbda": 0.0}
+    return getattr(module, f"{name}Trainer")(
         model=cast(model(directory)),
-        args=config(**{key: x for key, x in of_config.items() if key in names}),
-        train_dataset=Dataset.from_list(rows()),
+        teacher_model=cast(model(directory, 1)),
+        args=config(**{field.name: options[field.name] for field in fields(config) if field.name in options}),
+        train_dataset=Dataset.from_list(conversations()),
         processing_class=tokenizer(),
         callbacks=callbacks,
-        **others,
     )
-
-
-def is_odd(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(completion) % 2) for completion in completions]
-
-
-def contexts() -> list[dict]:
-    return [{"prompt": row["prompt"], "privileged_context": row["chosen"]} for row in pairs(16)]
 
 
 class Claim(NamedTuple):
@@ -114,7 +95,7 @@ class Claim(NamedTuple):
     Attributes:
         what: in words.
         build: makes a trainer in a directory, with callbacks and with models that a function is applied to; None if it
-            needs a server.
+            is untouched, and so are the modules that it is made of.
         calls: the fused calls of three steps.
     """
 
@@ -135,37 +116,21 @@ def gmpo(directory: Path, callbacks: list, cast: Callable) -> Trainer:
 X = "trl.experimental"
 LOGITS = "as in TRL: its own loss reads logits"
 UNTOUCHED = "untouched"
-SHORT = dict(max_completion_length=8, max_new_tokens=8, max_length=256, max_prompt_length=128)
 CLAIMS = {
     f"{X}.gmpo.GMPOTrainer": Claim("fused as a `GRPOTrainer`", gmpo, dict(policy=3)),
     f"{X}.bema_for_ref_model.DPOTrainer": Claim(
-        "fused as a `DPOTrainer`",
-        functools.partial(subclass, DPO, BEMATrainer),
-        dict(policy=3, reference=3),
+        "fused as a `DPOTrainer`", functools.partial(subclass, DPO, BEMATrainer), dict(policy=3, reference=3)
     ),
     f"{X}.kto.KTOTrainer": Claim(
-        "fused as a `KTOTrainer`",
-        functools.partial(subclass, KTO, KTOTrainer),
-        dict(policy=6, reference=3),
+        "fused as a `KTOTrainer`", functools.partial(subclass, KTO, KTOTrainer), dict(policy=6, reference=3)
     ),
-    f"{X}.gkd.GKDTrainer": Claim(
-        LOGITS, functools.partial(build, f"{X}.gkd", "GKD", conversations, teacher=True, lmbda=0.0)
-    ),
-    f"{X}.gold.GOLDTrainer": Claim(
-        LOGITS, functools.partial(build, f"{X}.gold", "GOLD", conversations, teacher=True, lmbda=0.0)
-    ),
-    f"{X}.sdft.SDFTTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.sdft", "SDFT", contexts, num_generations=1)
-    ),
-    f"{X}.sdpo.SDPOTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.sdpo", "SDPO", prompts, num_generations=4, reward_funcs=is_odd)
-    ),
-    f"{X}.iw_opd.IWOPDTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.iw_opd", "IWOPD", conversations, teacher=True)
-    ),
-    "trl.DistillationTrainer": Claim(UNTOUCHED, functools.partial(build, "trl", "Distillation", prompts, teacher=True)),
-    f"{X}.distillation.DistillationTrainer": Claim(
-        UNTOUCHED, functools.partial(build, f"{X}.distillation", "Distillation", prompts, teacher=True)
+    **{f"{X}.{x.lower()}.{x}Trainer": Claim(LOGITS, functools.partial(build, x)) for x in ("GKD", "GOLD")},
+    **dict.fromkeys(
+        (
+            *(f"{X}.{x}Trainer" for x in ("sdft.SDFT", "sdpo.SDPO", "iw_opd.IWOPD", "distillation.Distillation")),
+            "trl.DistillationTrainer",
+        ),
+        Claim(UNTOUCHED),
     ),
     f"{X}.server_distillation.ServerDistillationTrainer": Claim(UNTOUCHED),
     f"{X}.async_grpo.AsyncGRPOTrainer": Claim(f"{UNTOUCHED}: packs its rows and shares their prefixes itself"),
