@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from accelerate import ParallelismConfig
-from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -50,19 +50,10 @@ def keeping_signature(model):
 
 ON_THE_MODEL = {
     "hook": lambda model: model.register_forward_hook(lambda module, args, output: louder(output)),
-    "hook with arguments": lambda model: model.register_forward_hook(
-        lambda module, args, kwargs, output: louder(output), with_kwargs=True
-    ),
-    "hook that always runs": lambda model: model.register_forward_hook(
-        lambda module, args, output: louder(output), always_call=True
-    ),
     "hook written to attributes": lambda model: vars(model).update(
         _forward_hooks={0: lambda module, args, output: louder(output)}
     ),
     "hook of accelerate": lambda model: add_hook_to_module(model, Louder()),
-    "several hooks of accelerate": lambda model: add_hook_to_module(
-        model, SequentialHook(AlignDevicesHook(), Louder())
-    ),
     "wrapped forward": wrapped,
     "wrapped forward with a signature": keeping_signature,
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, TrainerCallback
+from transformers import AttentionInterface, GenerationConfig, TrainerCallback
 from transformers.generation import ContinuousBatchingConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -128,11 +128,6 @@ def other_implementation(model, step):
     return model.config._attn_implementation
 
 
-def saved_and_loaded(model, step, directory):
-    model.save_pretrained(directory)
-    return AutoModelForCausalLM.from_pretrained(directory).config._attn_implementation
-
-
 USES = {
     "continuous batching": (continuous_batch, "sdpa", {}),
     "continuous batching of eager attention": (continuous_batch, "eager", {}),
@@ -167,13 +162,6 @@ def test_what_users_do_by_the_name_between_steps(tmp_path, use):
         assert patched == stock
     else:
         torch.testing.assert_close(torch.tensor(patched), torch.tensor(stock))
-
-
-def test_a_model_that_is_saved_between_steps(tmp_path):
-    at = At(functools.partial(saved_and_loaded, directory=tmp_path / "saved"))
-    both = train_both(tmp_path, callbacks=[at])
-    assert_trained_alike(both, policy=3, reference=3)
-    assert at.found == ["sdpa"] * 6
 
 
 def by_transformers(use_reentrant):

@@ -1,5 +1,7 @@
-"""`patch()` without a name, in programs that are written as TRL's example scripts are: each trainer is patched when it
-is imported, runs fused, and trains what it trains without fastdpo.
+"""`patch()` without a name, in programs that are written as TRL's example scripts are: a trainer is patched when it is
+imported, runs fused, and trains what it trains without fastdpo.
+
+tests/test_run_lines.py imports all trainers, and tests/contract trains them.
 """
 
 import json
@@ -24,10 +26,8 @@ if sys.argv[1] == "patched":
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.a2po import A2POConfig, A2POTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 COMMON = dict(
@@ -35,7 +35,6 @@ COMMON = dict(
     learning_rate=0.5, lr_scheduler_type="constant", optim="sgd", save_strategy="no",
 )
 LOADED = dict(model_init_kwargs={"dtype": "auto"})  # float64, as the model is saved
-GENERATED = dict(max_completion_length=8)
 
 
 def reward(completions, **columns):
@@ -58,17 +57,11 @@ def by_name(trainer, config, data, rewards={}, **options):
 
 
 rewards = dict(reward_funcs=reward)
-groups = dict(rewards=rewards, num_generations=4, beta=0.1, **GENERATED)
-again = dict(num_iterations=2, steps_per_generation=2)
+groups = dict(num_generations=4, beta=0.1, max_completion_length=8, num_iterations=2, steps_per_generation=2)
 makers = {
-    "trl.GRPOTrainer": lambda: by_name(GRPOTrainer, GRPOConfig, prompts, **again, **groups),
-    "trl.RLOOTrainer": lambda: by_name(RLOOTrainer, RLOOConfig, prompts, **groups),
+    "trl.GRPOTrainer": lambda: by_name(GRPOTrainer, GRPOConfig, prompts, rewards, **groups),
     "trl.CPOTrainer": lambda: with_model(CPOTrainer, CPOConfig),
-    "trl.ORPOTrainer": lambda: with_model(ORPOTrainer, ORPOConfig),
     "trl.TPOTrainer": lambda: by_name(TPOTrainer, TPOConfig, triples),
-    "trl.A2POTrainer": lambda: by_name(
-        A2POTrainer, A2POConfig, prompts, rewards, num_value_samples=2, filter_all_incorrect=False, **GENERATED
-    ),
 }
 results = {"start": AutoModelForCausalLM.from_pretrained("model", dtype="auto").state_dict()}
 for name, make in makers.items():
@@ -82,11 +75,8 @@ if sys.argv[1] == "patched":
 """
 KINDS = {
     "trl.GRPOTrainer": {"policy", "old_policy", "reference"},
-    "trl.RLOOTrainer": {"policy", "old_policy", "reference"},
     "trl.CPOTrainer": {"policy"},
-    "trl.ORPOTrainer": {"policy"},
     "trl.TPOTrainer": {"policy"},
-    "trl.A2POTrainer": {"policy", "reference"},
 }
 """The fused calls of each training."""
 
