@@ -15,10 +15,7 @@ from fastdpo.commands import doctor
 PACKAGE = Path(__file__).parents[1] / "fastdpo"
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 IN_A_TRIAL = "in a thread of its own, where no default device is set"
-ON_THE_CPU = {
-    "ops/choice/poisoned_memory.py": IN_A_TRIAL,
-    "ops/head/trials.py": IN_A_TRIAL,
-}
+ON_THE_CPU = {"ops/choice/poisoned_memory.py": IN_A_TRIAL, "ops/head/trials.py": IN_A_TRIAL}
 """Files whose functions are called where the default device is the CPU, and why."""
 
 

@@ -10,10 +10,7 @@ import fastdpo.__main__
 from fastdpo.commands.model_names import require_model
 
 RULE = "model must be a directory with a config.json, or the name of a model on the Hugging Face Hub; got"
-COMMANDS = {
-    "check": ["--dataset", "pairs.jsonl", "--model"],
-    "doctor": ["--model"],
-}
+COMMANDS = {"check": ["--dataset", "pairs.jsonl", "--model"], "doctor": ["--model"]}
 
 
 class Hub:

@@ -27,10 +27,7 @@ KNOWN = {
     "equal rows": (["same", "same", "same"], [(0, 0), (0, 4), (1, 4)]),
     "rows that begin each other": (["turn", "turn one", "tu"], [(0, 0), (0, 4), (0, 2)]),
     "the most in common": (["abcd", "abxy", "abxz"], [(0, 0), (0, 2), (1, 3)]),
-    "prompts behind a header": (
-        ["header1a", "header2a", "header1b", "header2b"],
-        [(0, 0), (0, 6), (0, 7), (1, 7)],
-    ),
+    "prompts behind a header": (["header1a", "header2a", "header1b", "header2b"], [(0, 0), (0, 6), (0, 7), (1, 7)]),
     "a short header before long prompts": (
         ["h1" + LONG + "a", "h2" + LONG + "a", "h1" + LONG + "b", "h2" + LONG + "b"],
         [(0, 0), (1, 0), (0, 72), (1, 72)],  # the header is stored twice

@@ -53,11 +53,7 @@ OPTION = "def pytest_addoption(parser):\n    parser.addoption('--quick', action=
 
 @pytest.mark.parametrize(
     ("new", "tests", "noticed"),
-    [
-        ("x - 1", "test_sum.py", True),
-        ("1 + x", "test_sum.py", False),
-        ("x - 1", "test_sum.py -k no_such_test", False),
-    ],
+    [("x - 1", "test_sum.py", True), ("1 + x", "test_sum.py", False), ("x - 1", "test_sum.py -k no_such_test", False)],
     ids=["wrong", "equal", "without a test"],
 )
 def test_a_change_is_noticed_if_a_test_fails(new, tests, noticed, tmp_path, monkeypatch):

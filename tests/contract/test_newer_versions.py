@@ -5,11 +5,7 @@ import functools
 import pytest
 
 from tests.contract.harness import Case, each, harnesses
-from tests.support.copies import (
-    assert_recorded,
-    assert_reported_and_trained,
-    train_program,
-)
+from tests.support.copies import assert_recorded, assert_reported_and_trained, train_program
 
 OF_NEWER_VERSIONS = [x for x in harnesses() if x.newer]
 COPIES = [Case(x, name, report) for x in OF_NEWER_VERSIONS for name, report in x.newer.reports.items()]

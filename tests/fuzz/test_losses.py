@@ -97,11 +97,7 @@ class Values(NamedTuple):
 
 
 VALUES = st.builds(
-    Values,
-    seed=SEEDS,
-    updates=st.integers(1, 4),
-    length=st.integers(1, 9),
-    scored=st.sampled_from([0.0, 0.5, 1.0]),
+    Values, seed=SEEDS, updates=st.integers(1, 4), length=st.integers(1, 9), scored=st.sampled_from([0.0, 0.5, 1.0])
 )
 
 

@@ -389,10 +389,7 @@ REPLACED = {
         {1: local(ALL_ATTENTION_FUNCTIONS, equal), 2: local(ALL_ATTENTION_FUNCTIONS, scaled)},
         "ffs",
     ),
-    "attention, and back": (
-        {1: local(ALL_ATTENTION_FUNCTIONS, scaled), 2: own_again(ALL_ATTENTION_FUNCTIONS)},
-        "fsf",
-    ),
+    "attention, and back": ({1: local(ALL_ATTENTION_FUNCTIONS, scaled), 2: own_again(ALL_ATTENTION_FUNCTIONS)}, "fsf"),
     "masks": ({2: local(ALL_MASK_ATTENTION_FUNCTIONS, blinding)}, "ffs"),
     "masks, and back": (
         {1: local(ALL_MASK_ATTENTION_FUNCTIONS, blinding), 2: own_again(ALL_MASK_ATTENTION_FUNCTIONS)},

@@ -433,17 +433,9 @@ def test_shifted_labels_are_said_by_name():
         (dict(attention_mask=[1]), TypeError, r"attention_mask must be a tensor; got \[1\]"),
         (dict(attention_mask=torch.full((4, 12), 0.5)), ValueError, "attention_mask must be bool, int, or floating"),
         (dict(labels=torch.zeros(4, 11, dtype=torch.long)), ValueError, r"labels must be \[4, 12\]; got \[4, 11\]"),
-        (
-            dict(input_ids=torch.zeros(48, dtype=torch.long)),
-            ValueError,
-            r"input_ids must be \[R, L\]",
-        ),
+        (dict(input_ids=torch.zeros(48, dtype=torch.long)), ValueError, r"input_ids must be \[R, L\]"),
         (dict(input_ids=[[1, 2], []], labels=[[1, 2], [3]], attention_mask=None), ValueError, "labels must be rows of"),
-        (
-            dict(cu_seqlens=torch.tensor([0, 48])),
-            ValueError,
-            "attention_mask must be None for rows",
-        ),
+        (dict(cu_seqlens=torch.tensor([0, 48])), ValueError, "attention_mask must be None for rows"),
     ],
 )
 def test_rows_are_checked(changes, error, message):

@@ -66,10 +66,7 @@ OPTIONS = {
     "evaluation": (GRPO, dict(evaluate=4, eval_strategy="steps", eval_steps=1)),
     "rows above the budget": (GRPO, dict(max_tokens=12)),
     "RLOO": (RLOO, {}),
-    "RLOO without accumulation": (
-        RLOO,
-        dict(per_device_train_batch_size=16, gradient_accumulation_steps=1),
-    ),
+    "RLOO without accumulation": (RLOO, dict(per_device_train_batch_size=16, gradient_accumulation_steps=1)),
     "RLOO, trained on again": (RLOO, AGAIN),
     "RLOO, generations across steps": (RLOO, dict(steps_per_generation=6)),
     "RLOO, split groups": (RLOO, SPLIT),

@@ -11,11 +11,7 @@ from trl.trainer import grpo_trainer
 import fastdpo
 from tests.support.comparison import assert_close, assert_same_gradients
 from tests.support.trl.dpo import tiny_model
-from tests.support.trl.groups import (
-    NAMES,
-    build_group,
-    train_both_groups,
-)
+from tests.support.trl.groups import NAMES, build_group, train_both_groups
 from tests.support.trl.online import writer
 
 BOTH = pytest.mark.parametrize("trainer_class", NAMES)

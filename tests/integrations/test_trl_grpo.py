@@ -7,10 +7,7 @@ import torch
 
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import assert_fused
-from tests.support.trl.groups import (
-    CLIPPED,
-    train_both_groups,
-)
+from tests.support.trl.groups import CLIPPED, train_both_groups
 
 
 @pytest.fixture

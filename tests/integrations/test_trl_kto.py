@@ -9,10 +9,7 @@ from fastdpo.integrations.scored_rows import merged
 from tests.contract.trainers.trl.kto import long_rows
 from tests.support.comparison import assert_close
 from tests.support.models.families import FUSED
-from tests.support.trl.dpo import (
-    assert_same,
-    tiny_model,
-)
+from tests.support.trl.dpo import assert_same, tiny_model
 from tests.support.trl.kto import train_both_kto
 
 

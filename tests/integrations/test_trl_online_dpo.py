@@ -12,14 +12,7 @@ import torch
 import fastdpo
 from tests.contract.trainers.trl.online_dpo import FULL, OPTIONS
 from tests.support.trl.dpo import assert_fused
-from tests.support.trl.online import (
-    SUMS_OVER_PADDING,
-    assert_same_online,
-    build,
-    train_online,
-    train_three,
-    writer,
-)
+from tests.support.trl.online import SUMS_OVER_PADDING, assert_same_online, build, train_online, train_three, writer
 
 
 @pytest.fixture

@@ -11,14 +11,8 @@ from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
 from tests.contract.trainers.trl.reward import FULL
 from tests.support.comparison import assert_close, assert_trained_alike
-from tests.support.trl.dpo import (
-    assert_same_bits,
-    tokenizer,
-)
-from tests.support.trl.reward import (
-    reward_model,
-    train_both_rewards,
-)
+from tests.support.trl.dpo import assert_same_bits, tokenizer
+from tests.support.trl.reward import reward_model, train_both_rewards
 
 
 @pytest.fixture

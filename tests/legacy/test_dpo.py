@@ -7,12 +7,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from tests.support.comparison import approximately, assert_trained_alike
-from tests.support.trl.dpo import (
-    build,
-    run_two_ranks,
-    tiny_model,
-    train,
-)
+from tests.support.trl.dpo import build, run_two_ranks, tiny_model, train
 
 
 def test_padding_free_equals_padded(both, tmp_path, caplog):

@@ -278,10 +278,7 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
     for seed in range(2):
         checkpoint(directory, seed=seed)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = [
-        *map(str, (HERE, HERE / "stand_ins", ROOT)),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
+    paths = [*map(str, (HERE, HERE / "stand_ins", ROOT)), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = run_launcher(
         [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
         seconds=400,

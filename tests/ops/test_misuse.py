@@ -40,9 +40,7 @@ WRONG = {  # a function: the message behind its name, as a pattern, and what is 
         r"hidden must be \[N, D\], D > 0; got \[3, 0\]": dict(hidden=zeros(3, 0), weight=zeros(5, 0)),
     },
     ops.sequence_logps: {r"logits must be \[B, L, V\] without cu_seqlens; got \[3, 5\]": dict(cu_seqlens=None)},
-    ops.linear_preference_loss: {
-        r"cu_seqlens must be \[2P \+ 1\], P > 0; got \[1\]": dict(cu_seqlens=tensor([0])),
-    },
+    ops.linear_preference_loss: {r"cu_seqlens must be \[2P \+ 1\], P > 0; got \[1\]": dict(cu_seqlens=tensor([0]))},
     ops.packed_attention: {
         "key .*torch.float32.* got .*torch.float16": dict(key=zeros(4, 2, 8).half()),
         ".*value .*torch.float32.* got .*torch.float16": dict(value=zeros(4, 2, 8).half()),
@@ -80,9 +78,7 @@ WRONG = {  # a function: the message behind its name, as a pattern, and what is 
         'input_ids must have an even number of rows for groups="pairs"; got 1': dict.fromkeys(BATCH, IDS[:1])
         | dict(groups="pairs"),
     },
-    pack_pairs: {
-        "input_ids must have an even number of rows; got 1": dict.fromkeys(BATCH, IDS[:1]),
-    },
+    pack_pairs: {"input_ids must have an even number of rows; got 1": dict.fromkeys(BATCH, IDS[:1])},
 }
 CASES = [
     pytest.param(function, message, wrong, id=f"{function.__name__}: {message}")

@@ -19,14 +19,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset, load_from_disk
 from rank_reasons import AGREED, AROUND_CALLS, add_images, change_each_call, change_types, drop_attention
-from rank_trainers import (
-    ChangesModel,
-    LastRaises,
-    MainLogs,
-    MainReads,
-    Unpatches,
-    with_callback,
-)
+from rank_trainers import ChangesModel, LastRaises, MainLogs, MainReads, Unpatches, with_callback
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import DPOTrainer
@@ -264,9 +257,7 @@ IN_TWO_GROUPS = dict(per_device_train_batch_size=4, per_device_eval_batch_size=4
 
 SEQUENCE_PARALLEL = dict(
     parallelism_config=ParallelismConfig(
-        sp_size=RANKS,
-        sp_backend="deepspeed",
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+        sp_size=RANKS, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     )
 )
 

@@ -26,10 +26,7 @@ def test_ranks_verify_a_model_that_they_share_together(case, ranks, number_of_ra
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("ddp verified, wrong on the last rank", r"VerificationError: .*gradient of attention by"),
-    ],
+    ("case", "message"), [("ddp verified, wrong on the last rank", r"VerificationError: .*gradient of attention by")]
 )
 def test_an_error_ends_the_training(case, trained, message):
     launched = trained[case]

@@ -11,10 +11,7 @@ from packaging.version import Version
 
 from tests.contract.trainers.trl import dpo as description
 from tests.support.comparison import assert_trained_alike
-from tests.support.trl.dpo import (
-    tiny_model,
-    train,
-)
+from tests.support.trl.dpo import tiny_model, train
 from tests.support.trl.verified import assert_verified
 
 installed = Version(version("trl"))

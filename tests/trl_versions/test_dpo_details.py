@@ -12,12 +12,7 @@ from trl import DPOTrainer
 import fastdpo
 from fastdpo.integrations.scored_rows import ScoredRows
 from tests.support.comparison import approximately, assert_trained_alike
-from tests.support.trl.dpo import (
-    build,
-    mean_logit,
-    run_two_ranks,
-    tiny_model,
-)
+from tests.support.trl.dpo import build, mean_logit, run_two_ranks, tiny_model
 
 
 def test_metrics_of_logits_come_from_stock(both):

@@ -239,10 +239,7 @@ def changed(model):
 FALLBACKS = {
     "break": (dict(prepare=broken), "compiled-error"),
     "forward": (dict(prepare=changed), "compiled-hooks"),
-    "mixers": (
-        dict(kind="lfm2", tiny=HYBRID["lfm2"][1]),
-        "compiled-mixers",
-    ),
+    "mixers": (dict(kind="lfm2", tiny=HYBRID["lfm2"][1]), "compiled-mixers"),
     "torch_compile": (dict(torch_compile=True, torch_compile_backend="eager"), "compiled-already"),
 }
 

@@ -15,13 +15,7 @@ from tests.support import faults
 from tests.support.comparison import assert_trained_alike
 from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
-from tests.support.trl.dpo import (
-    adapter,
-    assert_same,
-    assert_same_error,
-    tiny_model,
-    train,
-)
+from tests.support.trl.dpo import adapter, assert_same, assert_same_error, tiny_model, train
 
 CPU = torch.device("cpu")
 LARGEST = 100_000_000  # parameters, of models whose parts have sizes of their own

@@ -13,16 +13,7 @@ from trl.trainer import dpo_trainer
 import fastdpo
 from fastdpo.models import calls
 from tests.support.comparison import assert_same_in_low_precision, assert_trained_alike
-from tests.support.trl.dpo import (
-    LORA,
-    Run,
-    adapter,
-    assert_fused,
-    build,
-    tiny_model,
-    train,
-    trained_adapter,
-)
+from tests.support.trl.dpo import LORA, Run, adapter, assert_fused, build, tiny_model, train, trained_adapter
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -121,12 +112,7 @@ def test_dropout_is_packed(tmp_path):
         before = calls.tokens.copy()
         with fastdpo.patched():
             run = train(
-                tmp_path / str(disabled),
-                tiny_model(),
-                None,
-                peft_config=lora,
-                disable_dropout=disabled,
-                max_steps=2,
+                tmp_path / str(disabled), tiny_model(), None, peft_config=lora, disable_dropout=disabled, max_steps=2
             )
         assert_fused(run, policy=2, reference=2)
         tokens[disabled] = (calls.tokens - before)["trl.DPOTrainer", "computed"]

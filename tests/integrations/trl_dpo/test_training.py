@@ -14,14 +14,7 @@ from fastdpo.models import calls as counters
 from tests.contract.trainers.trl.dpo import LOSSES, OF_TRL
 from tests.support import faults
 from tests.support.comparison import assert_trained_alike
-from tests.support.trl.dpo import (
-    adapter,
-    assert_fused,
-    assert_same_bits,
-    build,
-    tiny_model,
-    train,
-)
+from tests.support.trl.dpo import adapter, assert_fused, assert_same_bits, build, tiny_model, train
 
 
 def test_every_loss_of_trl_is_trained():

@@ -7,12 +7,7 @@ import torch
 from swift.rlhf_trainers.dpo_trainer import DPOTrainer
 
 import fastdpo
-from tests.support.programs.swift_runs import (
-    VARIED,
-    train,
-    train_both,
-    use_trainer,
-)
+from tests.support.programs.swift_runs import VARIED, train, train_both, use_trainer
 from tests.support.trl.dpo import assert_fused, assert_same_bits
 
 NAME = "swift.DPOTrainer"

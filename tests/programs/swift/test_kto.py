@@ -4,12 +4,7 @@ import pytest
 from swift.rlhf_trainers.kto_trainer import KTOTrainer
 from transformers import TrainerCallback
 
-from tests.support.programs.swift_runs import (
-    join_rows,
-    scale_head,
-    train_both,
-    use_trainer,
-)
+from tests.support.programs.swift_runs import join_rows, scale_head, train_both, use_trainer
 from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits
 
 LAYOUTS = {"padded": {}, "padding_free": dict(prepare=join_rows)}

@@ -59,10 +59,7 @@ ATTENTION = {
     "queries": packed_attention_backward._packed_attention_dq_kernel,
     "keys": packed_attention_backward._packed_attention_dkv_kernel,
 }
-ATTENTION_FEATURES = {
-    "plain": {},
-    "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32"),
-}
+ATTENTION_FEATURES = {"plain": {}, "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32")}
 HEADS, KEY_HEADS = 32, 8
 
 

@@ -103,10 +103,7 @@ def hook_before_the_head(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: args)
 
 
-@surgery(
-    "hook on a layer",
-    "hooks on its modules see its activations: hook_on_a_layer.<locals>.<lambda>",
-)
+@surgery("hook on a layer", "hooks on its modules see its activations: hook_on_a_layer.<locals>.<lambda>")
 def hook_on_a_layer(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.25)
 
@@ -162,8 +159,7 @@ def wrapped_layer(model: PreTrainedModel) -> None:
 
 
 @surgery(
-    "forward of a layer replaced",
-    "hooks on its modules see its activations: forward_of_a_layer.<locals>.<lambda>",
+    "forward of a layer replaced", "hooks on its modules see its activations: forward_of_a_layer.<locals>.<lambda>"
 )
 def forward_of_a_layer(model: PreTrainedModel) -> None:
     stock = model.model.layers[1].mlp.forward

@@ -20,13 +20,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo

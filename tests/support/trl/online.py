@@ -24,17 +24,7 @@ try:
 except ModuleNotFoundError:  # older TRL
     from trl import OnlineDPOConfig, OnlineDPOTrainer
 import fastdpo
-from tests.support.trl.dpo import (
-    OPTIONS,
-    WORDS,
-    Run,
-    assert_fused,
-    assert_same,
-    pairs,
-    record,
-    tiny_model,
-    tokenizer,
-)
+from tests.support.trl.dpo import OPTIONS, WORDS, Run, assert_fused, assert_same, pairs, record, tiny_model, tokenizer
 
 SUMS_OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
 """Metrics that stock TRL sums over the padding of completions as well."""

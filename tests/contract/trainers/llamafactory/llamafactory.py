@@ -33,10 +33,7 @@ OPTIONS_OF_DPO = {
     "qwen3": dict(kind="qwen3"),
     "gemma2": dict(kind="gemma2", flash_attn="disabled"),
 }
-WITHOUT_REFERENCE = {
-    "orpo": dict(pref_loss="orpo"),
-    "simpo": dict(pref_loss="simpo", simpo_gamma=0.7, pref_beta=2.0),
-}
+WITHOUT_REFERENCE = {"orpo": dict(pref_loss="orpo"), "simpo": dict(pref_loss="simpo", simpo_gamma=0.7, pref_beta=2.0)}
 OPTIONS_OF_KTO = {
     "as it is": {},
     "weights": dict(kto_chosen_weight=0.5, kto_rejected_weight=2.0),
@@ -89,11 +86,7 @@ def harness(stage: str, options: dict, evaluated: dict, both=None, **attributes)
     )
 
 
-EVALUATED = {
-    "dpo": {"evaluation": {}},
-    "kto": {"evaluation": {}, "evaluation, lora": LORA},
-    "rm": {"evaluation": {}},
-}
+EVALUATED = {"dpo": {"evaluation": {}}, "kto": {"evaluation": {}, "evaluation, lora": LORA}, "rm": {"evaluation": {}}}
 
 
 def counted(calls: dict, options: dict) -> dict[str, int]:
@@ -135,12 +128,7 @@ HARNESSES = [
         fallbacks={name: (x, STOCK_CALLS["dpo"], REASONS[name]) for name, x in OF_BOTH.items()},
         sabotages=LOST,
         verified={"as it is": ({}, 2), "simpo": (dict(pref_loss="simpo"), 1)},
-        newer=Newer(
-            version="0.9.6",
-            copies=COPIES,
-            reports=REPORTS,
-            recorded="llamafactory.train.kto.",
-        ),
+        newer=Newer(version="0.9.6", copies=COPIES, reports=REPORTS, recorded="llamafactory.train.kto."),
     ),
     harness(
         "kto",

@@ -115,11 +115,6 @@ HARNESSES = [
             for name, loss in {"sigmoid": {}, "ipo": dict(ipo_enable=True)}.items()
         },
         verified={layout: (packing, 2) for layout, packing in PACKING.items()},
-        newer=Newer(
-            version="0.12.0",
-            copies=COPIES,
-            reports=REPORTS,
-            recorded="openrlhf.models.actor.",
-        ),
+        newer=Newer(version="0.12.0", copies=COPIES, reports=REPORTS, recorded="openrlhf.models.actor."),
     )
 ]

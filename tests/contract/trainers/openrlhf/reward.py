@@ -51,10 +51,7 @@ HARNESSES = [
         assert_same=assert_same,
         assert_same_bits=assert_same,
         thorough=repeated(IN_LAYOUTS),
-        options={
-            **IN_LAYOUTS,
-            "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
-        },
+        options={**IN_LAYOUTS, "evaluation": (dict(evaluate=6), dict(policy=3, eval=2))},
         bypassing=bypassed(OwnForward, "concatenated_forward"),
         verified={layout: (dict(evaluate=6, **packing), 1) for layout, packing in PACKING.items()},
         scores="rewards",

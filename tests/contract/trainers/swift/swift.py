@@ -196,22 +196,14 @@ HARNESSES = [
             f"a missing token, {layout}": (faults.without_a_result, prepared) for layout, prepared in LAYOUTS.items()
         },
         verified={layout: (dict(max_steps=2, **prepared), 2) for layout, prepared in LAYOUTS.items()},
-        newer=Newer(
-            version="4.7.0",
-            copies=COPIES,
-            reports=REPORTS,
-            recorded="swift.rlhf_trainers.kto_trainer.",
-        ),
+        newer=Newer(version="4.7.0", copies=COPIES, reports=REPORTS, recorded="swift.rlhf_trainers.kto_trainer."),
     ),
     harness(
         "kto",
         name="swift.KTOTrainer",
         calls=dict(policy=2, reference=1),
         thorough=repeated(IN_LAYOUTS_OF_KTO),
-        options={
-            **IN_LAYOUTS_OF_KTO,
-            "packing": (dict(**PACKING, per_device_train_batch_size=2), FULL_KTO),
-        },
+        options={**IN_LAYOUTS_OF_KTO, "packing": (dict(**PACKING, per_device_train_batch_size=2), FULL_KTO)},
         fallbacks={
             f"a head with hooks, {layout}": (
                 dict(prepare=prepare),

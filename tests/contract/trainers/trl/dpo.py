@@ -128,10 +128,7 @@ OPTIONS = {
         dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
         dict(policy=3, eval=1, reference=3 + 1),
     ),
-    "precompute_adapter": (
-        dict(precompute_ref_log_probs=True, **adapter()),
-        dict(policy=3, reference=1),
-    ),
+    "precompute_adapter": (dict(precompute_ref_log_probs=True, **adapter()), dict(policy=3, reference=1)),
     "averaged reference": (dict(trainer_class=Averaged, learning_rate=0.1), FULL),
     "reference follows": (SYNCHRONIZED, dict(policy=4, reference=4)),
     # evaluation

@@ -47,10 +47,7 @@ OPTIONS = {
     "sync_ref_model": (dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6), FULL),
     "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=6, reference=4 + 1, eval=2)),
     "precompute_batch": (dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6), dict(policy=6, reference=3)),
-    "precompute_apo": (
-        dict(precompute_ref_log_probs=True, loss_type="apo_zero_unpaired"),
-        dict(policy=3, reference=4),
-    ),
+    "precompute_apo": (dict(precompute_ref_log_probs=True, loss_type="apo_zero_unpaired"), dict(policy=3, reference=4)),
     "precompute_adapter": (dict(precompute_ref_log_probs=True, **adapter()), dict(policy=6, reference=4)),
     # evaluation
     "evaluation": (dict(evaluate=6), dict(policy=6, reference=3 + 2, eval=4)),  # the last batch has 2 of 4 rows

@@ -15,13 +15,7 @@ from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.models.altered_heads import ALTERED
 from tests.support.trl.dpo import LORA, trained_adapter
-from tests.support.trl.online import (
-    FOR_HARNESS,
-    assert_all_same,
-    masked,
-    reward,
-    reward_model,
-)
+from tests.support.trl.online import FOR_HARNESS, assert_all_same, masked, reward, reward_model
 
 FULL = dict(policy=3, reference=3)
 

@@ -16,16 +16,7 @@ from tests.contract.harness import Harness, bypassed, sabotaged_by, with_dropout
 from tests.support import faults
 from tests.support.comparison import double
 from tests.support.models.families import FUSED
-from tests.support.trl.dpo import (
-    Recipe,
-    Run,
-    adapter,
-    assert_same,
-    assert_same_bits,
-    pairs,
-    tiny_model,
-    train_both,
-)
+from tests.support.trl.dpo import Recipe, Run, adapter, assert_same, assert_same_bits, pairs, tiny_model, train_both
 from tests.support.trl.reference_free import CPO, ORPO
 
 FULL = dict(policy=3)

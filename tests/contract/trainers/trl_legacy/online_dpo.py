@@ -3,11 +3,7 @@
 from peft import LoraConfig
 
 from tests.contract.harness import Harness
-from tests.support.trl.online import (
-    FOR_HARNESS,
-    reward,
-    reward_model,
-)
+from tests.support.trl.online import FOR_HARNESS, reward, reward_model
 
 LONG = [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(n))} for i, n in enumerate((3, 30, 8, 13, 20, 1))]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
