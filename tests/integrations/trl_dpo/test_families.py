@@ -10,11 +10,10 @@ import torch
 
 from fastdpo.models import attention
 from fastdpo.models.examine import probe, runs
-from fastdpo.models.parts import text_config
 from tests.support import faults
 from tests.support.comparison import assert_trained_alike
 from tests.support.models import multimodal
-from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
+from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, kind, tiny_family
 from tests.support.trl.dpo import adapter, assert_same, assert_same_error, tiny_model, train
 
 CPU = torch.device("cpu")
@@ -65,50 +64,6 @@ def test_every_other_family_trains_as_in_stock(both, tmp_path, name):
     assert sum(patched.calls.values()) == 4
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", FUSED)
-def test_other_calls_are_unchanged(name, implementation):
-    """Padded forward passes and `generate()` give the same bits where packed attention is named, and afterwards."""
-    if implementation == "sdpa" and name in ("gemma2", "gpt_oss", "mamba", "mamba2", "falcon_mamba"):
-        pytest.skip("transformers has no sdpa for it")
-    model = tiny_family(name, attn_implementation=implementation).eval()
-    ids = torch.randint(3, 90, (2, 2 * WINDOW), generator=torch.Generator().manual_seed(0))
-    right = (torch.arange(2 * WINDOW) < torch.tensor([[2 * WINDOW], [WINDOW + 1]])).long()
-
-    def outputs():
-        with torch.no_grad():
-            logits = [model(input_ids=ids, attention_mask=mask).logits for mask in (right, right.flip(1))]
-        generation = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-        return *logits, model.generate(input_ids=ids, attention_mask=right.flip(1), **generation)
-
-    before = outputs()
-    attention.switch(model)
-    with attention.named(attention.configs_of(model)):
-        assert model.config._attn_implementation != implementation
-        named = outputs()
-    assert model.config._attn_implementation == implementation
-    for a, b, c in zip(before, named, outputs(), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", multimodal.FUSED)
-def test_only_the_language_model_is_switched(name, implementation):
-    if (name, implementation) == ("got_ocr2", "sdpa"):
-        pytest.skip("transformers has no sdpa for its tower")
-    model = multimodal.tiny_multimodal(name, attn_implementation=implementation)
-    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-    before = [part.config._attn_implementation for part in parts]
-    attention.switch(model)
-    with attention.named(attention.configs_of(model)):
-        assert attention.implementation(model) != text_config(model)._attn_implementation
-        for part, earlier in zip(parts, before, strict=True):
-            in_language_model = part.config is text_config(model)
-            assert in_language_model == (part.config._attn_implementation != earlier)
-    assert [part.config._attn_implementation for part in parts] == before
-
-
 def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
     """Some multimodal models want more arguments when they are trained than when they are evaluated."""
     stock = runs.backbone
@@ -122,14 +77,6 @@ def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
     _, patched = both("gemma3", build=multimodal.tiny_multimodal, max_steps=1)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
     assert "cannot be run on padded rows: ValueError: `token_type_ids`" in caplog.text
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", [*FUSED, *multimodal.FUSED])
-def test_probe_accepts_half_precision(name, dtype):
-    model = BUILD[name](name).to(dtype)
-    attention.switch(model)
-    assert probe.probe(model, CPU).unsupported_reason is None
 
 
 WITH_WINDOWS = ("mistral", "gemma3", "gemma4", "mistral3", "cohere2_vision")
