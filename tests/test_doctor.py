@@ -128,14 +128,6 @@ def test_a_model_that_is_not_fused(name, model, reason):
     assert reason in finding.detail
 
 
-def test_the_command_with_a_reward_model(tmp_path):
-    reward_model().save_pretrained(tmp_path)
-    done = run("--json", "trl.RewardTrainer", "--model", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    findings = json.loads(done.stdout)["sections"][f"model {tmp_path}"]
-    assert {x["name"]: x["status"] for x in findings} == {"packing": OK, "shared prompts": OK}
-
-
 @pytest.mark.parametrize("padding", [None, 0])
 def test_a_reward_model(padding):
     findings = list(doctor.model_findings(reward_model(pad_token_id=padding)))

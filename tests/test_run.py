@@ -154,46 +154,6 @@ def test_misuse_is_an_error_of_one_line(command, message):
     assert done.stderr.count("\n") == 1
 
 
-TWO_EPOCHS = """
-import sys
-from pathlib import Path
-import fastdpo
-
-fastdpo.patch("trl.DPOTrainer", share_prompts=False)
-from tests.support.trl.dpo import build, tiny_model
-
-build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), n=8, num_train_epochs=2, max_steps=-1).train()
-"""
-
-
-def test_options_of_a_program_that_patches_before_it_imports_trl(tmp_path):
-    (tmp_path / "train.py").write_text(TWO_EPOCHS)
-    done = run("--no-share-prompts", tmp_path / "train.py", tmp_path / "out", warm=True)
-    assert done.returncode == 0, done.stderr
-    assert "calls: policy fused 4, reference fused 4; " in done.stderr
-    assert "; share_prompts=False\n" in done.stderr
-
-
-PATCHING = """
-import trl.trainer.dpo_trainer
-import fastdpo
-
-fastdpo.patch("trl.DPOTrainer", max_tokens=500, verify=True)
-fastdpo.patch("trl.DPOTrainer", max_tokens=300, verify=True)
-"""
-
-
-def test_options_of_the_command_and_of_a_program_that_differ(tmp_path):
-    (tmp_path / "train.py").write_text(PATCHING)
-    done = run("--max-tokens", 500, "--verify", tmp_path / "train.py", warm=True)
-    assert done.returncode == 1
-    assert "line 6, in <module>" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith(
-        "PatchError: patch: options must be those that trl.DPOTrainer is patched with, max_tokens=500; "
-        "got max_tokens=300. Give the same options to each call and to `fastdpo run`, or call fastdpo.unpatch() first"
-    )
-
-
 WRONG = """
 from fastdpo.models import head
 

@@ -67,9 +67,3 @@ def test_thorough_tests_are_left_out(tmp_path):
     ]
     cases = [re.findall(r"::(\S+)", done.stdout) for done in found]
     assert cases == [["test_slow", "test_parameters[1]", "test_parameters[2]"], ["test_parameters[1]"]]
-
-
-def test_shards_are_all_tests_once():
-    shards = [collected("--quick", "--shard", f"{i}/2") for i in range(2)]
-    assert sorted([*shards[0], *shards[1]]) == sorted(collected("--quick"))
-    assert abs(len(shards[0]) - len(shards[1])) <= 1

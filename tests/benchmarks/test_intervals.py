@@ -30,15 +30,3 @@ def test_a_single_sample_has_no_interval():
 def test_a_geometric_mean_of_ratios():
     pairs = [([[8.0] * 3], [[2.0] * 3]), ([[1.0] * 3], [[1.0] * 3])]
     assert intervals.geometric_mean_of_ratios(pairs) == pytest.approx((2.0, 2.0, 2.0))
-
-
-def test_the_interval_of_a_ratio_narrows_with_samples():
-    generator = np.random.default_rng(0)
-    few, many = (intervals.ratio([generator.normal(4, 0.4, n)], [generator.normal(2, 0.2, n)]) for n in (5, 500))
-    assert few.high - few.low > 3 * (many.high - many.low)
-    assert many.low < 2 < many.high
-
-
-def test_intervals_are_reproducible():
-    samples = [np.random.default_rng(0).normal(size=9)]
-    assert intervals.median(samples) == intervals.median(samples)

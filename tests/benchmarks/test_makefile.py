@@ -1,7 +1,6 @@
 """What `make bench-gpu` runs, also after a step fails, and what `make gpu-flash-attn` compiles."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -73,20 +72,6 @@ def test_each_run_of_a_day_on_a_gpu_has_its_seconds_and_its_cases(tmp_path, monk
         assert len(cases) == {"attention": 3}.get(args.suite, 1), args
         assert all(sum(bool(re.search(args.sides, side.name)) for side in x.sides) >= 3 for x in cases), args
         assert str(args.json).startswith(str(tmp_path / "out"))
-
-
-@pytest.mark.thorough  # each step has tests of its own
-def test_bench_gpu_without_a_gpu(tmp_path):
-    """Each step runs, on a part of its cases."""
-    given = {"GPU_PYTHON": sys.executable, "GPU_DEVICE": "cpu", "GPU_OUT": tmp_path, "GPU_SUITES": "head"}
-    given |= {"GPU_TESTS": "--quick --jobs 1 -k large_gpu", "ARGS": "--quick --cases trainable,.summed"}
-    command = ["make", "bench-gpu", *(f"{name}={x}" for name, x in given.items())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " PASSED " in "".join(log.read_text() for log in tmp_path.glob("tests-*.log"))
-    (case,) = json.loads((tmp_path / "head.json").read_text())["cases"]
-    assert case["sides"]["fastdpo"]["status"] == "measured"
-    assert "fastdpo" in (tmp_path / "accuracy.json").read_text()
 
 
 @pytest.mark.skipif("FLASH_SOURCES" not in os.environ, reason="FLASH_SOURCES is not set")

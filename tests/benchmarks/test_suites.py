@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import case_runner, machine, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
-from benchmarks.sides.trainer import TrainerStep, build_trainer
+from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from benchmarks.suites import SUITES, accumulated, attention, step, trainers
 from benchmarks.worker import build_side
@@ -224,24 +223,6 @@ def test_steps_with_checkpointing_compute_layers_twice(checkpointing):
     trained.model.model.layers[0].mlp.register_forward_pre_hook(lambda *call: calls.append(call))
     trained.step(0)
     assert len(calls) == 1 + checkpointing
-
-
-@pytest.mark.thorough
-def test_a_trainer_that_compiles_has_its_tokens_counted_before():
-    class Compiled(TrainerStep):
-        def _build(self, workload, directory, attention):
-            return build_trainer(workload, directory, attention, **self.options, torch_compile_backend="eager")
-
-    lengths = ((8, 4, 3),), ((9, 5, 2),), ((12, 3, 6),)
-    work = Workload(lengths, lora=True, size=dataclasses.replace(step.QUICK_SIZE, layers=1))
-    plain, compiled = TrainerStep(work, "stock"), Compiled(work, "stock", compiled=True)
-    compiled.check()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for batch in range(3):
-        plain.step(batch)
-        compiled.step(batch)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
-    assert compiled.facts() == plain.facts()
 
 
 WORK = HeadWorkload(n=16, v=50, d=8, trainable=True)

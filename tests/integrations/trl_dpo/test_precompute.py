@@ -87,27 +87,6 @@ def test_a_second_trainer_and_training_do_not_run_the_reference(data, tmp_path):
     assert stored.is_file()
 
 
-def test_values_of_other_options_are_not_reused(data, tmp_path):
-    """TRL's own cache key ignores ld_alpha, and truncation with keep_end."""
-    previous = []
-    with fastdpo.patched():
-        for options in (
-            {},
-            dict(ld_alpha=0.5),
-            dict(ld_alpha=0.25),
-            dict(max_length=9, truncation_mode="keep_end"),
-            dict(max_length=7, truncation_mode="keep_end"),
-            dict(bf16=True),
-            dict(reference=tiny_model(seed=2)),
-            dict(reference=tiny_model(seed=1, rms_norm_eps=1e-2)),
-        ):
-            trainer, calls = trainer_on(data, tmp_path, **options)
-            assert calls == 1, f"{options}: must be computed"
-            assert not any(torch.equal(values(trainer), other) for other in previous)
-            previous.append(values(trainer))
-        assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
-
-
 def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
     compute, widths = DPOTrainer.compute_ref_log_probs, []
 
