@@ -76,14 +76,14 @@ def _add_keys(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "has_sinks"])
 def _packed_attention_fwd_kernel(
     out_ptr,  # [T, H, D_v] contiguous
     lse_ptr,  # [H, T] float32
     q_ptr,
     k_ptr,
     v_ptr,
-    sinks_ptr,  # [H] float32 or None
+    sinks_ptr,  # [H] float32, which is read if has_sinks
     rows_ptr,
     pieces_ptr,
     first_piece_ptr,
@@ -95,6 +95,7 @@ def _packed_attention_fwd_kernel(
     stride_vt,
     stride_vh,
     T,
+    has_sinks,
     window,  # int or None
     scale,  # float, in base 2 like cap
     cap,  # float or None
@@ -118,12 +119,9 @@ def _packed_attention_fwd_kernel(
     inside = off_q < own_length
     q = load_tokens(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    if sinks_ptr is not None:
-        m = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks_ptr + head) * LOG2E
-        total = tl.full([BLOCK_Q], 1.0, tl.float32)
-    else:
-        m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
+    sink = tl.load(sinks_ptr + head, mask=has_sinks != 0, other=-float("inf"))  # at run time, for one kernel of both
+    m = tl.zeros([BLOCK_Q], tl.float32) + sink * LOG2E
+    total = tl.full([BLOCK_Q], 1.0, tl.float32)  # of a sink of -inf, the factor of the first keys makes 0
 
     piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
     while piece < end:  # a `for` would take more registers
@@ -165,13 +163,14 @@ def packed_attention_fwd(
             query,
             key,
             value,
-            sinks,
+            lse if sinks is None else sinks,
             blocks.rows,
             blocks.pieces,
             blocks.first_piece,
             blocks.queries,
             *strides(query, key, value),
             t,
+            int(sinks is not None),
             window,
             *base_2(scale, softcap),
             **head_sizes(query, key, value),

@@ -59,7 +59,7 @@ ATTENTION = {
     "queries": packed_attention_backward._packed_attention_dq_kernel,
     "keys": packed_attention_backward._packed_attention_dkv_kernel,
 }
-ATTENTION_FEATURES = {"plain": {}, "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32")}
+ATTENTION_FEATURES = {"plain": {}, "all": dict(window="i32", cap="fp32")}
 HEADS, KEY_HEADS = 32, 8
 
 
@@ -106,7 +106,7 @@ def attention_arguments(d: int, d_v: int, config: attention_blocks.KernelConfig,
         **dict.fromkeys(("rows_ptr", "pieces_ptr", "first_piece_ptr"), "*i32"),
         **dict.fromkeys(("blocks_ptr", "programs_ptr", "readers_ptr"), "*i32"),
         **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
-        **dict(T="i32", scale="fp32", gain="fp32", H=HEADS, H_KV=KEY_HEADS, D=d, D_V=d_v),
+        **dict(T="i32", has_sinks="i32", sinks_ptr="*fp32", scale="fp32", gain="fp32", H=HEADS, H_KV=KEY_HEADS, D=d, D_V=d_v),
         **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
         **dict(BLOCK_Q=config.block_q, BLOCK_K=config.block_k),
         **features,
