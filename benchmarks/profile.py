@@ -44,7 +44,7 @@ KINDS = (
     "other torch operators",
 )
 KERNELS = {  # of a GPU, by what their names match; the first that fits
-    "attention": "flash|sdpa|fmha|_packed_attention|_delta_kernel",
+    "attention": "flash|sdpa|fmha|_packed_attention",
     "gathered keys": "_gather_keys|_sum_places",
     "passes over logits": "_token_logps|_target_logits|^_(forward|backward)_kernel$",  # the last ones are TRL's
     "matrix products": "nvjet|gemm|cutlass|splitK",

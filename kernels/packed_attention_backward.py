@@ -31,28 +31,6 @@ from .attention_blocks import (
 from .gather_keys import sum_places
 from .logit_math import LOG2E, slope, transform
 
-BLOCK_T = 64  # tokens per program of the delta kernel
-
-
-@triton.jit(do_not_specialize=["T"])
-def _delta_kernel(
-    delta_ptr,  # [H, T] float32
-    out_ptr,  # [T, H, D_v] contiguous
-    grad_ptr,  # [T, H, D_v] contiguous
-    T,
-    H: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    head = tl.program_id(1).to(tl.int64)
-    off_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = off_t < T
-    out = load_tokens(out_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
-    grad = load_tokens(grad_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(delta_ptr + head * T + off_t, delta, mask=inside)
-
 
 @triton.jit
 def _add_keys_to_dq(
@@ -80,9 +58,10 @@ def _add_keys_to_dq(
 @triton.jit(do_not_specialize=["T"])
 def _packed_attention_dq_kernel(
     dq_ptr,  # [T, H, D] contiguous
+    out_ptr,  # [T, H, D_v] contiguous
     grad_ptr,  # [T, H, D_v] contiguous
     lse_ptr,  # [H, T] float32
-    delta_ptr,  # [H, T] float32
+    delta_ptr,  # [H, T] float32, written here
     q_ptr,
     k_ptr,
     v_ptr,
@@ -122,7 +101,9 @@ def _packed_attention_dq_kernel(
     q = load_tokens(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
     grad = load_tokens(grad_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
     lse = tl.load(lse_ptr + head * T + own + off_q, mask=inside, other=0.0) * LOG2E
-    delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
+    out = load_tokens(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(delta_ptr + head * T + own + off_q, delta, mask=inside)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
@@ -267,7 +248,6 @@ def packed_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     t, h, _ = query.shape
-    d_v = value.shape[2]
     grad, out = grad.contiguous(), out.contiguous()
     delta = torch.empty_like(lse)
     contiguous = torch.contiguous_format
@@ -278,12 +258,10 @@ def packed_attention_bwd(
     shape = head_sizes(query, key, value)
     common = (*strides(query, key, value), t, window, *base_2(scale, softcap), scale)
     with torch.cuda.device_of(query):
-        grid = (triton.cdiv(t, BLOCK_T), h)
-        sizes = dict(H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
-        _delta_kernel[grid](delta, out, grad, t, **sizes, enable_fp_fusion=True)
         operands = (grad, lse, delta, query, key, value, blocks.rows, blocks.pieces)
         _packed_attention_dq_kernel[(len(blocks.gradient_queries), h)](
             dq,
+            out,
             *operands,
             blocks.first_piece,
             blocks.gradient_queries,

@@ -90,7 +90,6 @@ def test_packed_attention(d, options, launches, monkeypatch):
     """With options, each reader of the keys of the prefix has a program of its own."""
     names = [
         "_packed_attention_fwd_kernel",
-        "_delta_kernel",
         "_packed_attention_dq_kernel",
         "_packed_attention_dkv_kernel",
     ]
