@@ -79,12 +79,12 @@ def _write_tile_block(tile_ptr, logits_ptr, start, end, off_v, y, scored, V, shi
         tl.store(tile_ptr + off_v, tl.where(scored, tile, 0.0), mask=off_v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["written"])
 def _token_logps_fwd_kernel(
     logits_ptr,  # [N, V], rows `stride` apart
     targets_ptr,  # [N]
     target_logits_ptr,  # [N] float32 t, or None to read it from the logits
-    tile_ptr,  # [N, V] the gradient tile, rows `tile_stride` apart, or None. May be the logits
+    tile_ptr,  # [N, V] the gradient tile, rows `tile_stride` apart. May be the logits
     logps_ptr,  # [N] float32, like all results except is_top1
     shift_ptr,  # [N] m, normalized
     others_ptr,  # [N]
@@ -96,6 +96,7 @@ def _token_logps_fwd_kernel(
     stride,
     tile_stride,
     V,
+    written,  # columns of the tile: V, or 0 for no tile, at run time, for one kernel of both
     scale,  # float or None
     cap,  # float or None
     LANES: tl.constexpr,
@@ -185,13 +186,10 @@ def _token_logps_fwd_kernel(
     tl.store(shift_ptr + row, normalized)
     tl.store(others_ptr + row, others)
     tl.store(total_ptr + row, others + tl.exp2((t - normalized) * LOG2E))
-    if tile_ptr is not None:
-        tile_ptr += row * tile_stride
-        for start in range(0, V, LANES * VEC):
-            off_v, end = start + off_tile, start + LANES * VEC
-            _write_tile_block(
-                tile_ptr, logits_ptr, start, end, off_v, y, scored, V, normalized, others, 1.0, scale, cap
-            )
+    tile_ptr += row * tile_stride
+    for start in range(0, written, LANES * VEC):
+        off_v, end = start + off_tile, start + LANES * VEC
+        _write_tile_block(tile_ptr, logits_ptr, start, end, off_v, y, scored, V, normalized, others, 1.0, scale, cap)
 
 
 @triton.jit
@@ -290,6 +288,7 @@ def token_logps_fwd(
     warps = warps or NUM_WARPS
     scale, cap = scale_and_cap(softcap, logit_scale, temperature)
     results = empty_results_by_name(n, statistics, logits.device)
+    written, tile = (0, logits) if tile is None else (vocabulary, tile)
     with torch.cuda.device_of(logits):
         _token_logps_fwd_kernel[(n,)](
             logits,
@@ -305,13 +304,14 @@ def token_logps_fwd(
             results.get("is_top1"),
             results.get("log_sum_sq_probs"),
             logits.stride(0),
-            None if tile is None else tile.stride(0),
+            tile.stride(0),
             vocabulary,
+            written,
             scale,
             cap,
             LANES=LANES * warps,
             VEC=16 // logits.itemsize,
-            ALIGNED=_takes_vectors(logits) and (tile is None or _takes_vectors(tile)),
+            ALIGNED=_takes_vectors(logits) and _takes_vectors(tile),
             num_warps=warps,
             enable_fp_fusion=True,
         )

@@ -157,7 +157,7 @@ def test_a_kernel_that_does_not_work_is_a_failure(monkeypatch):
 
     monkeypatch.setattr(doctor.verdicts, "outcome", outcome)
     found = statuses(doctor.kernel_findings(CPU))
-    kernels = ["token_logps", "target_logits"]
+    kernels = ["token_logps", "linear_logps", "target_logits"]
     assert {name for name, status in found.items() if status == OK} == {
         *(f"{kernel}, float32" for kernel in kernels),
         *(f"{kernel}, float16" for kernel in [*kernels, "packed_attention"]),

@@ -75,7 +75,7 @@ def chosen(query, _, value, __, **options):
 
 
 def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
-    return Kind(CPU, torch.float16, d, d_v, windowed, capped, deterministic)
+    return Kind(CPU, torch.float16, 4, d, 2, d_v, windowed, capped, deterministic)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

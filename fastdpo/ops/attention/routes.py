@@ -73,11 +73,13 @@ _is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=Fals
 
 
 class Kind(NamedTuple):
-    """Calls for which a library runs the same kernels, as far as is known."""
+    """Calls for which a library, and what gathers keys for it, run the same kernels, as far as is known."""
 
     device: torch.device
     dtype: torch.dtype
+    heads: int
     d: int
+    key_heads: int
     d_v: int
     windowed: bool
     capped: bool
@@ -86,7 +88,7 @@ class Kind(NamedTuple):
     @staticmethod
     def of(query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
         features = options.window is not None, options.softcap is not None
-        sizes = query.shape[2], value.shape[2]
+        sizes = *query.shape[1:], *value.shape[1:]
         return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
 
 
@@ -333,8 +335,8 @@ def passes_probe(name: str, kind: Kind) -> bool:
 
     Runs once for each kind of call.
     """
-    sizes = dict(d=kind.d, d_v=kind.d_v, windowed=kind.windowed, capped=kind.capped)
-    run = partial(trials.packed_attention, BACKENDS[name].call, with_sinks=False, whole_tiles=True, **sizes)
+    given = {field: getattr(kind, field) for field in ("heads", "d", "key_heads", "d_v", "windowed", "capped")}
+    run = partial(trials.packed_attention, BACKENDS[name].call, with_sinks=False, whole_tiles=True, **given)
     reason = outcome(run, kind.device, kind.dtype)
     if reason is not None:
         of = f"head sizes {kind.d} and {kind.d_v}"

@@ -225,7 +225,7 @@ def linear_logps(
     if trains_head:
         if memory_budget is None:  # of a device that is nearly full, what is left of it
             budget = int(min(budget, max(memory.left(weight.device), MEMORY_BUDGET)))
-        format = TileFormat.of(weight, compute_dtype)
+        format = TileFormat.of(weight, compute_dtype, transform, bias is not None)
         keep = format.rows_within(len(hidden), budget)
         if not is_traced():
             memory.hold(weight.device, "gradient tiles", format.bytes_of(keep), f"of {keep:,} scored tokens")

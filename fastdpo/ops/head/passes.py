@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
-from ..choice.verdicts import Kernel, disable, works
+from ..choice.verdicts import Kernel, Trial, disable, works
 from ..devices import accumulation_dtype, constant_while_tracing, is_capturing, memory_of, suits_triton
 from . import row_warps, trials
 from .logit_rows import (
@@ -33,13 +33,15 @@ from .logit_rows import (
     upstream_scale,
     wide_product,
 )
-from .results import LOGGED_STATISTICS, Targets, Transform, empty_results
+from .results import LOGGED_STATISTICS, STATISTICS, Targets, Transform, empty_results, statistic_names
 from .row_warps import OP, ROW_KERNEL
+from .token_logps import takes_kernels
 
 T = TypeVar("T")
 
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
 TARGET_KERNEL = "target_logits"
+NO_TRANSFORM = Transform(None, 1.0, 1.0)
 
 
 class TileFormat(NamedTuple):
@@ -60,17 +62,21 @@ class TileFormat(NamedTuple):
     row_warps: int | None = None
 
     @staticmethod
-    def of(weight: Tensor, compute_dtype: torch.dtype) -> TileFormat:
+    def of(
+        weight: Tensor, compute_dtype: torch.dtype, transform: Transform = NO_TRANSFORM, biased: bool = False
+    ) -> TileFormat:
         """The format for a weight [V, D] that is multiplied in `compute_dtype`."""
         vocabulary = weight.shape[0]
-        if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
+        if not _takes_kernels(weight.device, compute_dtype, transform.kind, biased):
+            # CPUs multiply faster in float32 than in float16
             float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
             rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
             return TileFormat(rows, vocabulary, float16_widened, triton=False)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
         format = TileFormat(rows, columns, compute_dtype, triton=True)
-        return format._replace(row_warps=row_warps.fastest(weight, compute_dtype, partial(_run_tile, format, weight)))
+        run = partial(_run_tile, format, weight, transform)
+        return format._replace(row_warps=row_warps.fastest(weight, compute_dtype, transform.kind, run))
 
     def rows_within(self, n: int, budget: int) -> int:
         """How many of n tokens have gradient tiles that fit in `budget` bytes.
@@ -89,7 +95,7 @@ class TileFormat(NamedTuple):
         memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
         return memory[:, : weight.shape[0]]
 
-    def replaced(self, weight: Tensor, error: Exception, kernel: str, has_warps: bool) -> TileFormat:
+    def replaced(self, weight: Tensor, error: Exception, kernel: Kernel, has_warps: bool) -> TileFormat:
         """The format with which to repeat a launch that has failed, after one warning.
 
         A kernel that runs with different numbers of warps runs with the next one that was timed for this weight.
@@ -98,7 +104,7 @@ class TileFormat(NamedTuple):
         Args:
             weight: [V, D].
             error: what the launch has raised.
-            kernel: the name under which the kernel is tried.
+            kernel: as it is tried.
             has_warps: whether `row_warps` are those of the kernel.
 
         Raises:
@@ -111,24 +117,30 @@ class TileFormat(NamedTuple):
         others = row_warps.others(self.row_warps, weight, self.dtype, reason) if has_warps else []
         if others:
             return self._replace(row_warps=others[0])
-        disable(Kernel(kernel, weight.device, self.dtype), reason)
+        disable(kernel, reason)
         return self._replace(triton=False)
 
 
+def _tried(device: torch.device, dtype: torch.dtype, kind: str, biased: bool) -> dict[str, tuple[Kernel, Trial]]:
+    """The kernels that every head with a kind of transform runs, and their trials."""
+    features = (kind, "bias") if biased else (kind,)
+    of_targets = Kernel(TARGET_KERNEL, device, dtype, features), partial(trials.target_logits, kind=kind, biased=biased)
+    return {ROW_KERNEL: row_warps.tried(device, dtype, kind), TARGET_KERNEL: of_targets}
+
+
 @constant_while_tracing
-def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    kernels = trials.OF_LOGITS.items()
-    return suits_triton(device, dtype) and all(works(Kernel(name, device, dtype), trial) for name, trial in kernels)
+def _takes_kernels(device: torch.device, dtype: torch.dtype, kind: str, biased: bool) -> bool:
+    return suits_triton(device, dtype) and all(works(*x) for x in _tried(device, dtype, kind, biased).values())
 
 
-def _run_tile(format: TileFormat, weight: Tensor, warps: int | None) -> None:
+def _run_tile(format: TileFormat, weight: Tensor, transform: Transform, warps: int | None) -> None:
     """Runs forward and backward of a head on the tokens of a tile, or V if there are less. Rows of
     the weight stand in for hidden states.
     """
     from ...kernels.linear_logps import target_logits
     from ...kernels.token_logps import token_logps_fwd
 
-    trained, transform, wide = weight.requires_grad, Transform(None, 1.0, 1.0), accumulation_dtype(format.dtype)
+    trained, wide = weight.requires_grad, accumulation_dtype(format.dtype)
     weight = weight.detach().to(format.dtype)
     hidden = weight[: format.rows].contiguous()
     targets = torch.arange(len(hidden), device=weight.device)
@@ -163,13 +175,17 @@ class HeadCall(NamedTuple):
     def transform(self) -> Transform:
         return Transform(self.softcap, self.logit_scale, self.temperature)
 
+    @property
+    def format(self) -> TileFormat:
+        return TileFormat.of(self.weight, self.compute_dtype, self.transform, self.bias is not None)
+
 
 class Head:
     """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
 
     def __init__(self, call: HeadCall) -> None:
         dtype = self.dtype = call.compute_dtype
-        self.format = TileFormat.of(call.weight, dtype)
+        self.format = call.format
         self.targets = Targets.of(OP, call.targets, len(call.weight))
         self.hidden, self.transform = call.hidden, call.transform
         self.weight = call.weight.to(dtype)
@@ -211,8 +227,11 @@ class Head:
         def launch() -> list[Tensor]:
             from ...kernels.token_logps import token_logps_fwd
 
-            outputs = (statistics, target_logits, gradient)
-            return token_logps_fwd(logits, targets.ids, *self.transform, *outputs, self.format.row_warps)
+            names = statistic_names(statistics)  # the kernel that was tried computes some that are not requested
+            computed = LOGGED_STATISTICS if {*names} <= {*LOGGED_STATISTICS} else STATISTICS
+            outputs = (",".join(computed), target_logits, gradient)
+            found = token_logps_fwd(logits, targets.ids, *self.transform, *outputs, self.format.row_warps)
+            return found[:4] + [x for name, x in zip(computed, found[4:], strict=True) if name in names]
 
         results = self._launched(ROW_KERNEL, launch, has_warps=True)
         if results is None:
@@ -230,7 +249,8 @@ class Head:
             except torch.OutOfMemoryError:  # no fault of the kernel
                 raise
             except Exception as error:  # it may not compile, fit the device, or launch
-                self.format = self.format.replaced(self.weight, error, kernel, has_warps)
+                tried, _ = _tried(self.weight.device, self.dtype, self.transform.kind, self.bias is not None)[kernel]
+                self.format = self.format.replaced(self.weight, error, tried, has_warps)
         return None
 
     def _results_in_torch(
@@ -281,7 +301,8 @@ class Head:
             token_logps_bwd(tile, grad_logps, grad_entropy, logits, targets.ids, sums, *self.transform)
             return tile
 
-        if self._launched(ROW_KERNEL, launch) is None:
+        tried = inputs.grad_entropy is None or takes_kernels(logits)
+        if not tried or self._launched(ROW_KERNEL, launch) is None:
             for block in block_slices(logits, self.accumulation_dtype):
                 z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
                 gradient = logit_gradient(z, targets.of_rows(block), inputs.of_rows(block), self.transform)
@@ -320,7 +341,7 @@ def _store(place: Tensor, block: Tensor) -> None:
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     """Uninitialized outputs of the forward of a head."""
-    kept = TileFormat.of(call.weight, call.compute_dtype).allocate(keep, call.weight)
+    kept = call.format.allocate(keep, call.weight)
     return [kept, _empty_jacobian(call, form_jacobian), *empty_results(call.hidden, statistics)]
 
 

@@ -47,6 +47,13 @@ class Transform(NamedTuple):
     def gain(self) -> float:
         return self.logit_scale / self.temperature
 
+    @property
+    def kind(self) -> str:
+        """What kernels are compiled for: one of `trials.TRANSFORMS`."""
+        if self.softcap is not None:
+            return "capped"
+        return "plain" if self.gain == 1.0 else "scaled"
+
 
 @dataclass(frozen=True)
 class Targets:

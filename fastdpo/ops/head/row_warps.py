@@ -32,12 +32,13 @@ if torch.version.hip is None:
     ROW_WARPS[f"{WHOLE_MULTIPROCESSOR} warps"] = WHOLE_MULTIPROCESSOR
 
 
-def fastest(weight: Tensor, dtype: torch.dtype, run: Callable[[int | None], object]) -> int | None:
+def fastest(weight: Tensor, dtype: torch.dtype, kind: str, run: Callable[[int | None], object]) -> int | None:
     """The number of warps that is fastest for a weight, or None for the default.
 
     Args:
         weight: [V, D].
         dtype: of the tiles.
+        kind: of the transform.
         run: computes a tile with a number of warps.
     """
     device, (vocabulary, width) = weight.device, weight.shape
@@ -50,12 +51,12 @@ def fastest(weight: Tensor, dtype: torch.dtype, run: Callable[[int | None], obje
 
         def candidates() -> list[Candidate]:
             return [
-                Candidate(name, partial(run, warps), partial(failure_of_candidate, *_tried(device, dtype, warps)))
+                Candidate(name, partial(run, warps), partial(failure_of_candidate, *tried(device, dtype, kind, warps)))
                 for name, warps in ROW_WARPS.items()
             ]
 
         warps = ROW_WARPS[tuning.choose(_tuned(*call), DEFAULT_WARPS, candidates)]
-    return warps if _works(device, dtype, warps) else None
+    return warps if _works(device, dtype, kind, warps) else None
 
 
 def others(failed: int | None, weight: Tensor, dtype: torch.dtype, reason: str) -> list[int | None]:
@@ -85,11 +86,12 @@ def _tuned(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int
     return Kernel(OP, device, dtype, (f"V {vocabulary}", f"D {width}"))
 
 
-def _tried(device: torch.device, dtype: torch.dtype, warps: int | None) -> tuple[Kernel, Trial]:
-    features = () if warps is None else (f"{warps} warps",)
-    return Kernel(ROW_KERNEL, device, dtype, features), partial(trials.token_logps, warps=warps)
+def tried(device: torch.device, dtype: torch.dtype, kind: str, warps: int | None = None) -> tuple[Kernel, Trial]:
+    """The kernel that works on the rows of tiles, and its trial."""
+    features = (kind,) if warps is None else (kind, f"{warps} warps")
+    return Kernel(ROW_KERNEL, device, dtype, features), partial(trials.rows, kind=kind, warps=warps)
 
 
 @constant_while_tracing
-def _works(device: torch.device, dtype: torch.dtype, warps: int | None) -> bool:
-    return works(*_tried(device, dtype, warps))
+def _works(device: torch.device, dtype: torch.dtype, kind: str, warps: int | None) -> bool:
+    return works(*tried(device, dtype, kind, warps))

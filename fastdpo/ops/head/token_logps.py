@@ -35,7 +35,7 @@ def token_logps_fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tens
     """logps, shift, others, total and the statistics, [N] each."""
     *transform, statistics = options
     transform = Transform(*transform)
-    if _takes_kernels(logits):
+    if takes_kernels(logits):
         from ...kernels import token_logps as kernels
 
         return kernels.token_logps_fwd(logits, targets, *transform, statistics)
@@ -94,7 +94,7 @@ def _write_gradient(
     if grad_logps is None and grad_entropy is None:
         grad.zero_()
         return
-    if _takes_kernels(logits):
+    if takes_kernels(logits):
         from ...kernels import token_logps as kernels
 
         kernels.token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
@@ -209,7 +209,8 @@ def token_logps(
     return named_results(logps, extra, statistics, targets.shape)
 
 
-def _takes_kernels(logits: Tensor) -> bool:
+def takes_kernels(logits: Tensor) -> bool:
+    """Whether kernels take logits as they are given to this op, and gradients of their entropy."""
     device, dtype = logits.device, logits.dtype
     if not suits_triton(device, dtype) or logits.stride(-1) != 1:
         return False

@@ -18,7 +18,12 @@ from . import definitions
 from .logit_rows import upstream_scale
 from .results import LOGGED_STATISTICS, STATISTICS, TokenLogps, Transform
 
-TRANSFORMS = Transform(None, 1.0, 1.0), Transform(5.0, 1.7, 0.7)
+TRANSFORMS = {
+    "plain": Transform(None, 1.0, 1.0),
+    "scaled": Transform(None, 1.7, 0.7),
+    "capped": Transform(5.0, 1.7, 0.7),
+}
+"""By `Transform.kind`."""
 TOKENS = 6
 VOCABULARY = 8240  # two blocks of columns and a part of a third; divisible by 16, as most vocabularies are
 UNALIGNED = VOCABULARY - 11
@@ -30,39 +35,38 @@ def _targets(vocabulary: int) -> Tensor:
     return targets
 
 
-def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = None) -> Iterator[Comparison]:
-    """Forward, gradient tile and backward of `kernels/token_logps.py`.
-
-    First as a head calls them in TRL's trainers, so that these are compiled once for trial and training. Then with
-    every other option, where nothing is aligned.
-    """
+def rows(
+    device: torch.device, dtype: torch.dtype, kind: str = "plain", warps: int | None = None
+) -> Iterator[Comparison]:
+    """Forward and gradient tile of `kernels/token_logps.py` as heads call them. Training compiles nothing else."""
     from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd
 
-    blocks = 1 if warps is None else warps // NUM_WARPS
+    blocks, transform = 1 if warps is None else warps // NUM_WARPS, TRANSFORMS[kind]
     x, targets = _logits(VOCABULARY * blocks, dtype), _targets(VOCABULARY * blocks)
-    upstream = random_values(2, TOKENS, seed=1)
     logits, on_device = placed(x.detach(), device, dtype), targets.to(device)
-    plain, capped = TRANSFORMS
-
-    exact: Any = definitions.token_logps(x, targets, outputs=LOGGED_STATISTICS)
+    exact: Any = definitions.token_logps(x, targets, **transform._asdict(), outputs=LOGGED_STATISTICS)
     (slope,) = torch.autograd.grad(exact.logps.sum(), x)
-    own = x.detach().gather(1, targets.clamp(min=0)[:, None])[:, 0].to(device, torch.float32)
+    own = transform.apply_(x.detach().gather(1, targets.clamp(min=0)[:, None])[:, 0]).to(device, torch.float32)
     tile = Result.like(x, device, dtype)
-    logps, *found = token_logps_fwd(
-        logits, on_device, *plain, ",".join(LOGGED_STATISTICS), own, tile=tile.inside, warps=warps
-    )
+    statistics = ",".join(LOGGED_STATISTICS)
+    logps, *found = token_logps_fwd(logits, on_device, *transform, statistics, own, tile=tile.inside, warps=warps)
     yield "logps", logps, exact.logps
     yield from _statistics(found[3:], exact, LOGGED_STATISTICS)
-    yield from _tile("the tile of the forward", tile, found[2], plain, slope)
+    yield from _tile("the tile of the forward", tile, found[2], transform, slope)
     tile = Result.like(x, device, dtype)
-    token_logps_bwd(tile.inside, None, None, logits, on_device, found[:3], *plain)
-    yield from _tile("the tile of the backward", tile, found[2], plain, slope)
+    token_logps_bwd(tile.inside, None, None, logits, on_device, found[:3], *transform)
+    yield from _tile("the tile of the backward", tile, found[2], transform, slope)
 
-    x, targets = _logits(UNALIGNED * blocks, dtype), _targets(UNALIGNED * blocks)
-    on_device = targets.to(device)
-    exact = definitions.token_logps(x, targets, **capped._asdict(), outputs=STATISTICS)
+
+def token_logps(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """Forward and backward of `kernels/token_logps.py` for given logits that are not aligned, with every option."""
+    from ...kernels.token_logps import token_logps_bwd, token_logps_fwd
+
+    x, targets, capped = _logits(UNALIGNED, dtype), _targets(UNALIGNED), TRANSFORMS["capped"]
+    upstream, on_device = random_values(2, TOKENS, seed=1), targets.to(device)
+    exact: Any = definitions.token_logps(x, targets, **capped._asdict(), outputs=STATISTICS)
     logits = placed(x.detach(), device, dtype, aligned=False)
-    logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS), warps=warps)
+    logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS))
     yield "logps", logps, exact.logps
     yield from _statistics(found[3:], exact, STATISTICS)
     of_logps, of_entropy = (g.to(device, torch.float32) for g in upstream)
@@ -90,7 +94,9 @@ def _statistics(found: Sequence[Tensor], exact: TokenLogps, names: Sequence[str]
         yield name, values.float(), getattr(exact, name)
 
 
-def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+def target_logits(
+    device: torch.device, dtype: torch.dtype, kind: str = "plain", biased: bool = False
+) -> Iterator[Comparison]:
     """The kernel of `kernels/linear_logps.py`."""
     from ...kernels.linear_logps import target_logits as launch
 
@@ -100,11 +106,10 @@ def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparis
     h, w, b = (x.to(dtype).double() for x in (h, w / width**0.5, b))
     targets = torch.arange(TOKENS) * 9 % vocabulary
     hidden, weight, biases = (placed(x, device, dtype) for x in (h, w, b))
-    for bias, transform in zip((None, biases[0]), TRANSFORMS, strict=True):
-        z = torch.linalg.vecdot(h, w[targets]) + (0 if bias is None else b[0, targets])
-        found = launch(hidden, weight, bias, targets.to(device), *transform)
-        yield "target logits", found, transform.apply_(z)
+    z, transform = torch.linalg.vecdot(h, w[targets]) + (b[0, targets] if biased else 0), TRANSFORMS[kind]
+    found = launch(hidden, weight, biases[0] if biased else None, targets.to(device), *transform)
+    yield "target logits", found, transform.apply_(z)
 
 
-OF_LOGITS = {"token_logps": token_logps, "target_logits": target_logits}
-"""The kernels that every head runs."""
+OF_LOGITS = {"token_logps": token_logps, "linear_logps": rows, "target_logits": target_logits}
+"""What computes given logits, and the two kernels of a head without a transform and a bias."""

@@ -22,8 +22,10 @@ DTYPES = (torch.float32, torch.float16)
 CALL = partial(TritonBackend().call, least_turns=1)
 TRIALS = {
     "token_logps": head_trials.token_logps,
+    **{f"rows of a head, {kind}": partial(head_trials.rows, kind=kind) for kind in head_trials.TRANSFORMS},
+    "rows of a head, 32 warps": partial(head_trials.rows, warps=32),
     "target_logits": head_trials.target_logits,
-    "token_logps, 32 warps": partial(head_trials.token_logps, warps=32),
+    "target_logits, every option": partial(head_trials.target_logits, kind="capped", biased=True),
     "attention": partial(attention_trials.packed_attention, CALL, d=16, d_v=16),
     "attention, every option": partial(
         attention_trials.packed_attention, CALL, d=24, d_v=8, heads=2, windowed=True, capped=True
@@ -71,7 +73,7 @@ def writes_behind_its_result(args, results):
 FAULTS = {  # module, launcher, what happens instead, part of the reason
     "wrong values": (token_logps, "token_logps_fwd", off_by_a_percent, "wrong values on a small case: logps is off by"),
     "reads neighbours": (token_logps, "token_logps_fwd", past_the_end, "logps is off by nan"),
-    "writes neighbours": (token_logps, "token_logps_bwd", writes_behind_its_result, "memory around the tile"),
+    "writes neighbours": (token_logps, "token_logps_bwd", writes_behind_its_result, "memory around the gradient"),
     "does not compile": (token_logps, "token_logps_fwd", TypeError("at 12:4: tl.dot"), "TypeError: at 12:4: tl.dot"),
     "does not fit": (token_logps, "token_logps_bwd", OutOfResources("shared memory"), "OutOfResources: shared memory"),
     "does not launch": (token_logps, "token_logps_bwd", RuntimeError("invalid argument"), "invalid argument"),
@@ -141,7 +143,7 @@ def test_the_wait_for_a_library_is_announced(caplog):
     """For which fastdpo's kernels stand in. Keys are gathered for it by another one, and it may compile its own."""
     routes.passes_probe.cache_clear()
     with caplog.at_level("INFO", "fastdpo"):
-        assert routes.passes_probe("triton", routes.Kind(CPU, torch.float32, 16, 16, False, False, False))
+        assert routes.passes_probe("triton", routes.Kind(CPU, torch.float32, 4, 16, 2, 16, False, False, False))
     assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
 
 
@@ -173,6 +175,7 @@ def test_one_kernel_of_a_head_that_fails_disables_its_tiles_only(monkeypatch, ca
     torch.testing.assert_close(mine, exact)
     assert "kernel target_logits is disabled" in caplog.text
     assert "kernel token_logps is disabled" not in caplog.text
+    assert_right()  # which tries the kernel for logits that are given
     launches.update(token_logps_fwd=0)
     assert_right()
     assert launches["token_logps_fwd"] == 1

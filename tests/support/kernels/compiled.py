@@ -34,16 +34,15 @@ Arguments = Mapping[str, Any]
 FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
 STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # those that TRL's DPOTrainer logs
 LOGIT_ARGUMENTS = {
-    **dict.fromkeys(("logits_ptr", "grad_ptr"), "*bf16"),
+    **dict.fromkeys(("logits_ptr", "grad_ptr", "tile_ptr"), "*bf16"),
     **dict.fromkeys(("logps_ptr", "shift_ptr", "others_ptr", "total_ptr"), "*fp32"),
-    **dict(targets_ptr="*i64", stride="i32", grad_stride="i32", V="i32"),
+    **dict(targets_ptr="*i64", stride="i32", grad_stride="i32", tile_stride="i32", V="i32", written="i32"),
     **dict(BLOCK_V=token_logps.BLOCK_V, VEC=8, ALIGNED=True),
 }
-TILE = dict(target_logits_ptr="*fp32", tile_ptr="*bf16", tile_stride="i32")
 ROW_KERNELS = {  # a kernel, and its arguments as the launchers pass them: bfloat16 logits and the requested results
-    "forward": (FORWARD, LOGIT_ARGUMENTS),  # the reference model
+    "forward": (FORWARD, LOGIT_ARGUMENTS),  # of logits that are given
     "forward, statistics": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS}),
-    "forward of a head": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS, **TILE}),
+    "forward of a head": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS, "target_logits_ptr": "*fp32"}),
     "backward": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32"}),
     "backward, entropy": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}),
     "backward of a head": (BACKWARD, LOGIT_ARGUMENTS),  # recomputes a gradient tile
@@ -106,7 +105,8 @@ def attention_arguments(d: int, d_v: int, config: attention_blocks.KernelConfig,
         **dict.fromkeys(("rows_ptr", "pieces_ptr", "first_piece_ptr"), "*i32"),
         **dict.fromkeys(("blocks_ptr", "programs_ptr", "readers_ptr"), "*i32"),
         **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
-        **dict(T="i32", has_sinks="i32", sinks_ptr="*fp32", scale="fp32", gain="fp32", H=HEADS, H_KV=KEY_HEADS, D=d, D_V=d_v),
+        **dict(T="i32", scale="fp32", gain="fp32", sinks_ptr="*fp32", has_sinks="i32"),
+        **dict(H=HEADS, H_KV=KEY_HEADS, D=d, D_V=d_v),
         **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
         **dict(BLOCK_Q=config.block_q, BLOCK_K=config.block_k),
         **features,

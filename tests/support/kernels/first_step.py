@@ -1,7 +1,7 @@
 """The kernels that DPO steps on a GPU compile, found out without a GPU.
 
-Steps of TRL's `DPOTrainer`, full fine-tuning with a reference model, take the path of a GPU on the CPU, and Triton
-records each kernel instead of compiling and launching it.
+Steps of TRL's `DPOTrainer` take the path of a GPU on the CPU, and Triton records each kernel instead of compiling and
+launching it.
 
 The model has the attention heads of Llama 3 8B, for whose sizes kernels are compiled. Its hidden size and vocabulary,
 which kernels take as numbers, are smaller than Llama's, and divisible by 16 like these.
@@ -93,9 +93,9 @@ def install(capability: int) -> Recorder:
     return recorder
 
 
-def record(capability: int) -> Recorder:
+def record(capability: int, lora: bool = False) -> Recorder:
     """Records what the first batch compiles, with each kind of attention and with tuning, and what later ones do."""
-    work = Workload(((LONG,), *((pair,) for pair in SHORT)), weights="bfloat16", size=SIZE)
+    work = Workload(((LONG,), *((pair,) for pair in SHORT)), lora=lora, weights="bfloat16", size=SIZE)
     step = TrainerStep(work, "fastdpo")
     step.step(0)  # examines the model, on the path of a CPU
     step.reset()
