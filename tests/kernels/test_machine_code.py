@@ -51,8 +51,8 @@ def turns(kernel, unit):
     return [code.turn(header)[unit] * kernel.metadata.num_warps for header in innermost]
 
 
-LOGITS = {"forward": (1, 0), "forward, statistics": (1, 0), "forward of a head": (2, 1), "backward": (1, 1)}
-"""Reads and writes of each logit. The forward of a head reads a tile a second time to write its gradient over it."""
+LOGITS = {"forward": (2, 1), "forward, statistics": (2, 1), "forward of a head": (2, 1), "backward": (1, 1)}
+"""Reads and writes of each logit. If a gradient tile is wanted, the forward reads logits a second time to write it."""
 ATTENTION = {"forward": 2, "queries": 3, "keys": 4}
 """Products of a block of queries and a block of keys."""
 REPEATED = {("keys", 256, "sm90"): 1.5}
