@@ -1,4 +1,4 @@
-"""Whether the numbers of a side are correct, by the rule of `fastdpo.accuracy.op_bound`.
+"""Whether the numbers of a side are correct.
 
 The error of a side against float64 must satisfy
 

@@ -75,11 +75,6 @@ def floor(dtype: torch.dtype) -> float:
     return 1e-12 if dtype == torch.float64 else max(torch.finfo(dtype).eps, 8 * FLOAT32)
 
 
-def op_bound(eager_error: float, dtype: torch.dtype) -> float:
-    """The largest error of an op where plain PyTorch in the same dtype has `eager_error`."""
-    return 2 * eager_error + floor(dtype)
-
-
 def kernel_bound(dtype: torch.dtype) -> float:
     """The largest error of a kernel's results on a small case: 8 units of rounding of their dtype."""
     return 8 * max(torch.finfo(dtype).eps, LEAST_UNIT_OF_KERNELS)

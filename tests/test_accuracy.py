@@ -45,9 +45,9 @@ def test_errors_of_rows():
 @pytest.mark.parametrize(
     ("bound", "expected"),
     [
-        (accuracy.op_bound(1e-3, torch.bfloat16), 2e-3 + 2**-7),
-        (accuracy.op_bound(1e-6, torch.float32), 2e-6 + 8 * 2**-23),
-        (accuracy.op_bound(0.0, torch.float64), 1e-12),
+        (accuracy.floor(torch.bfloat16), 2**-7),
+        (accuracy.floor(torch.float32), 8 * 2**-23),
+        (accuracy.floor(torch.float64), 1e-12),
         (accuracy.kernel_bound(torch.bfloat16), 8 * 2**-7),
         (accuracy.kernel_bound(torch.float32), 8 * 2**-16),
         (accuracy.run_bound(1e-3, 2**-7), 4e-3 + 2**-7),

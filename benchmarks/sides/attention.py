@@ -233,7 +233,7 @@ class PackedAttention(AttentionStep):
     def facts(self) -> dict[str, Any]:
         """As of every side, whether a library passes its probe, and the choices of this process so far."""
         found = super().facts()
-        if self.backend and routes.BACKENDS[self.backend].needs_probe:
+        if self.backend not in ("", routes.TRITON):
             query, _, value = self.leaves
             options = AttentionOptions(self.workload.d**-0.5, self.workload.window, self.workload.softcap)
             kind = routes.Kind.of(query, value, options)._replace(deterministic=self.workload.deterministic)

@@ -13,9 +13,10 @@ from torch import Tensor
 from fastdpo import ops
 from fastdpo.ops import definitions
 from fastdpo.ops.devices import accumulation_dtype
+from fastdpo.ops.head.results import STATISTICS
 from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 
-STATISTICS = ("entropy", "mean_logits", "log_sum_sq_probs")
+NUMBERS = tuple(name for name in STATISTICS if name != "is_top1")
 
 
 class Head(NamedTuple):
@@ -77,7 +78,7 @@ HEADS = st.builds(
     logit_scale=st.sampled_from([1.0, 0.25, -1.5, 0.0]),
     temperature=st.sampled_from([1.0, 0.7, 3.0]),
     layout=st.sampled_from(["rows", "columns", "steps"]),
-    statistics=st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple),
+    statistics=st.lists(st.sampled_from(NUMBERS), unique=True).map(tuple),
     trained=st.lists(st.sampled_from(["hidden", "weight", "bias"]), unique=True).map(tuple),
     has_bias=st.booleans(),
     kept=st.sampled_from([0.0, 0.5, 1.0]),
@@ -181,7 +182,7 @@ def check_sequences(case: Head, op: Callable = ops.linear_sequence_logps) -> Non
     assert_accurate(case, op, definitions.linear_sequence_logps, leaves, trained, weights, *case.noise, **options)
 
 
-CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", STATISTICS, (), False, 0.0, 1)
+CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", NUMBERS, (), False, 0.0, 1)
 NO_TOKENS = CONFIDENT._replace(n=0, trained=("hidden", "weight"), sequences=3)
 NOTHING_SCORED = CONFIDENT._replace(scored=0.0, trained=("hidden", "weight"), kept=0.5)
 ONE_ENTRY = CONFIDENT._replace(v=1, dtype=torch.bfloat16, layout="columns")

@@ -11,6 +11,7 @@ from peft import AdaptionPromptConfig, LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import fastdpo
+from fastdpo.ops.head.results import STATISTICS
 from fastdpo.packing import IGNORE_INDEX
 from tests.support.comparison import assert_close, assert_same_gradients, double
 from tests.support.models.families import tiny_family
@@ -20,7 +21,6 @@ from tests.support.trl.dpo import train as train_dpo
 
 FUSED, STOCK = ("fastdpo.score", "policy", "fused"), ("fastdpo.score", "policy", "stock")
 FAMILIES = ["llama", "llama-tied", "gemma2", "granite", "cohere2", "phi", "gpt2", "falcon_h1", "qwen3_moe"]
-STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
 
 def rows(left: bool = False) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""preference_loss: equal to TRL's losses, but finite where TRL overflows, also with the sums of LD-DPO and the weights
-of WPO. `tests/fuzz/test_losses.py` has rewards.
+"""preference_loss: equal to TRL's losses, or to the formulas of papers, but finite where these overflow, also with the
+sums of LD-DPO and the weights of WPO. `tests/fuzz/test_losses.py` has rewards.
 """
 
 import dataclasses
@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastdpo.ops import PreferenceObjective, preference_loss
 from fastdpo.ops.losses.divergences import DIVERGENCES
-from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SORTED
+from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, REFERENCE_FREE, SORTED
 
-OF_TRL = [name for name in LOSSES if name not in ("cdpo", "ipo_sum", "simpo", "simpo_sum")]
+OTHERS = ("cdpo", "ipo_sum", "simpo", "simpo_sum")  # the losses that TRL's DPOTrainer lacks
+OF_TRL = [name for name in LOSSES if name not in OTHERS]
 SMOOTHING = {"exo_pair": 0.001}  # label smoothing that a loss requires
 OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
 
@@ -312,3 +314,61 @@ def test_does_not_synchronize(divergence):
         logps = torch.empty(2, 4)
         result, _ = of_logratios(*logps, COMPILED[divergence])
         assert result.loss.device.type == "meta"
+
+
+BETA, EPS, GAMMA = 0.4, 0.15, 0.8  # of the losses that TRL lacks
+
+
+def formula(name: str, c: Tensor, r: Tensor, ref_c: Tensor, ref_r: Tensor, n_c: Tensor, n_r: Tensor) -> Tensor:
+    """The losses of the papers, written out."""
+    h = (c - ref_c) - (r - ref_r)
+    if name == "cdpo":
+        p = 1 / (1 + torch.exp(-BETA * h))
+        return -(1 - EPS) * p.log() - EPS * (1 - p).log()
+    if name == "ipo_sum":
+        return (h - 1 / (2 * BETA)) ** 2
+    margin = c / n_c - r / n_r if name == "simpo" else c - r
+    return torch.log(1 + torch.exp(-(BETA * margin - GAMMA)))
+
+
+def objective_of(name: str) -> PreferenceObjective:
+    return PreferenceObjective(name, beta=BETA, simpo_gamma=GAMMA, label_smoothing=EPS if name == "cdpo" else 0.0)
+
+
+@pytest.fixture
+def pairs():
+    torch.manual_seed(0)
+    logps = [-5 * torch.rand(4, dtype=torch.float64) - 1 for _ in range(4)]
+    return *logps, torch.tensor([3, 1, 4, 2]), torch.tensor([2, 5, 1, 4])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_and_gradients_are_those_of_the_papers(name, pairs):
+    *logps, n_c, n_r = (x.clone().requires_grad_(x.is_floating_point()) for x in pairs)
+    result = preference_loss(*logps, objective_of(name), chosen_lengths=n_c, rejected_lengths=n_r)
+    expected = formula(name, *logps, n_c, n_r)
+    torch.testing.assert_close(result.losses, expected)
+    torch.testing.assert_close(result.loss, expected.mean())
+    for a, b in zip(*(torch.autograd.grad(x, logps[:2]) for x in (result.loss, expected.mean())), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_smoothing_of_cdpo_interpolates_between_both_preferences(pairs):
+    c, r, ref_c, ref_r, *_ = pairs
+    dpo = [preference_loss(*x).losses for x in ((c, r, ref_c, ref_r), (r, c, ref_r, ref_c))]
+    smoothed = preference_loss(c, r, ref_c, ref_r, PreferenceObjective("cdpo", label_smoothing=0.3)).losses
+    torch.testing.assert_close(smoothed, 0.7 * dpo[0] + 0.3 * dpo[1])
+    torch.testing.assert_close(preference_loss(c, r, ref_c, ref_r, PreferenceObjective("cdpo")).losses, dpo[0])
+
+
+def test_losses_without_a_reference(pairs):
+    c, r, ref_c, ref_r, n_c, n_r = pairs
+    lengths = dict(chosen_lengths=n_c, rejected_lengths=n_r)
+    for name in REFERENCE_FREE:
+        free, given = preference_loss(c, r, objective=objective_of(name), **lengths), objective_of(name)
+        torch.testing.assert_close(free.losses, preference_loss(c, r, ref_c, ref_r, given, **lengths).losses)
+        torch.testing.assert_close(free.chosen_rewards, BETA * (c / n_c if name == "simpo" else c))
+    with pytest.raises(TypeError, match=r"^preference_loss: ref_chosen_logps must be a tensor; got None"):
+        preference_loss(c, r)
+    with pytest.raises(ValueError, match=r"^preference_loss: rejected_lengths must be given for the loss simpo"):
+        preference_loss(c, r, objective=PreferenceObjective("simpo"), chosen_lengths=n_c)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdpo.accuracy import error, floor, op_bound
+from fastdpo.accuracy import error, floor
 
 
 def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -24,7 +24,7 @@ def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.
         raise AssertionError(f"shape {list(x.shape)}; expected {list(exact.shape)}")
     dtype = x.dtype if dtype is None else dtype
     x_error, eager_error = error(x, exact), error(eager, exact)
-    if not x_error <= op_bound(eager_error, dtype):
+    if not x_error <= 2 * eager_error + floor(dtype):
         raise AssertionError(
             f"error {x_error:.3g}; expected at most 2 * {eager_error:.3g} (eager) + {floor(dtype):.3g} (floor)"
         )

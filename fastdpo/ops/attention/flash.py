@@ -279,8 +279,6 @@ class FlashLibrary:
     softcap: bool = True
     head_sizes: Callable[[int, int, int | None], HeadSizes] = equal_sizes
 
-    needs_probe = True
-
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
         reason = kernels_unsupported_reason(query, value)  # keys are gathered by a Triton kernel
         if reason is not None:

@@ -47,11 +47,6 @@ T = TypeVar("T")
 class Backend(Protocol):
     """A way to compute a whole layout at once."""
 
-    @property
-    def needs_probe(self) -> bool:
-        """Whether the backend must compute a small case right before its use (see `passes_probe`)."""
-        ...
-
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
         """Why the backend cannot compute this call, or None if it can."""
         ...
@@ -316,7 +311,7 @@ def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOption
     kind = Kind.of(query, value, options)
     if replaced.get(kind) == name:
         return False
-    return passes_probe(name, kind) if backend.needs_probe else OWN.works(query, value, options)
+    return OWN.works(query, value, options) if name == TRITON else passes_probe(name, kind)
 
 
 def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
@@ -324,7 +319,7 @@ def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions)
     kind = Kind.of(query, value, options)
     if replaced.get(kind) == name:
         return "it has failed before, as logged"
-    if not BACKENDS[name].needs_probe:
+    if name == TRITON:
         return failure_of_candidate(*OWN.kernel_and_trial(query, value, options))
     return None if passes_probe(name, kind) else "it fails on a small case, as logged"
 

@@ -38,8 +38,6 @@ class TritonBackend:
     CPU, has no such limits.
     """
 
-    needs_probe = False
-
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
         reason = kernels_unsupported_reason(query, value)
         if reason is None and query.device.type == "cuda" and query.dtype == torch.float32:

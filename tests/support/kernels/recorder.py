@@ -200,8 +200,6 @@ class Visible(NamedTuple):
 class DenseBackend:
     """A backend of packed attention that reads the rows from the device alone, as those of GPUs do."""
 
-    needs_probe = True
-
     def unsupported_reason(self, query, value, options):
         return "it has no softcap" if options.softcap else None
 
