@@ -16,6 +16,9 @@ REFUSING_OUT_PROJ = ("mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h", "m
 
 MAMBA_TARGETS = ["in_proj", "x_proj", "q_proj", "v_proj"]
 
+DISTINCT = ("qwen3_5_text", "kimi_linear", "falcon_h1", "zamba2", "lfm2", "jamba")
+"""One family of each kind of mixer."""
+
 CHECKPOINTING = {
     "reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
     "not reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
@@ -36,7 +39,7 @@ def shared(monkeypatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", [x if x in DISTINCT else pytest.param(x, marks=pytest.mark.thorough) for x in HYBRID])
 def test_adapters(both, name):
     targets = MAMBA_TARGETS if name in REFUSING_OUT_PROJ else "all-linear"
     lora = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
@@ -46,7 +49,7 @@ def test_adapters(both, name):
 
 
 @pytest.mark.parametrize("checkpointing", [*CHECKPOINTING, None])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "zamba2", "lfm2", "jamba"])
+@pytest.mark.parametrize("name", DISTINCT)
 def test_long_prompts(both, shared, name, checkpointing):
     options = dict(data=long_pairs(LONG), max_steps=2, max_length=512, **CHECKPOINTING.get(checkpointing, {}))
     assert_trained_alike(both(kind(name), HYBRID[name][1], **options), policy=2, reference=2)
