@@ -1,46 +1,12 @@
 """How often the machine code of the kernels reads and writes each logit, and multiplies blocks of queries and keys."""
 
-from collections import Counter
-
 import pytest
 
 pytest.importorskip("triton")
 
 from fastdpo.kernels import token_logps
 from tests.support.kernels import compiled
-from tests.support.kernels.machine_code import Program, work
-
-LISTING = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/                   S2R R0, SR_CTAID.X ;
-.L_x_1:
-        /*0020*/                   LDG.E.128 R4, [R2.64] ;
-        /*0030*/              @!P1 BRA `(.L_x_2) ;
-        /*0040*/                   FADD R4, R4, R5 ;
-        /*0050*/                   FADD R4, R4, R6 ;
-.L_x_2:
-        /*0060*/                   MUFU.EX2 R4, R4 ;
-        /*0070*/                   STG.E.U16 [R2.64], R4 ;
-        /*0080*/               @P0 BRA `(.L_x_1) ;
-        /*0090*/                   EXIT ;
-.L_x_3:
-        /*00a0*/                   BRA `(.L_x_3);
-"""
-
-
-def test_a_turn_takes_the_shortest_way_through_a_loop():
-    program = Program.parse(LISTING)
-    ((header, body),) = program.loops.items()
-    assert len(body) == 3  # with the additions, and without the trap at the end
-    turn = program.turn(header)
-    assert turn == Counter(issue=5, read=32 * 16, write=32 * 2, mufu=1)
-
-
-def test_products_of_a_warp_group_are_shared_by_its_warps():
-    (block,) = Program.parse("        /*0000*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;").blocks
-    assert work(block)["products"] * 4 == 2 * 64 * 128 * 16
-    (block,) = Program.parse("        /*0000*/  HMMA.16816.F32.BF16 R24, R4, R8, R24 ;").blocks
-    assert work(block)["products"] == 2 * 16 * 8 * 16
+from tests.support.kernels.machine_code import Program
 
 
 def turns(kernel, unit):
