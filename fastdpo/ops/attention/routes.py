@@ -83,8 +83,9 @@ class Kind(NamedTuple):
     @staticmethod
     def of(query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
         features = options.window is not None, options.softcap is not None
-        sizes = *query.shape[1:], *value.shape[1:]
-        return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
+        (_, heads, d), (_, key_heads, d_v) = query.shape, value.shape
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return Kind(query.device, query.dtype, heads, d, key_heads, d_v, *features, deterministic)
 
 
 class Prepared(NamedTuple):
