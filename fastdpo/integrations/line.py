@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -22,63 +20,33 @@ from torch import nn
 from ..logs import logger, report
 from ..models import forward
 from ..models.batch import as_current
-from ..models.calls import Counted, counted
 from ..models.identity.structure import is_training
-from ..models.parts import Wrapping, find_base, text_config, without_engines
+from ..models.parts import find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.running import pace
-from ..models.state import MODELS, ForwardOptions, FusedForward, MakeOutput, state_of
+from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, MakeOutput, state_of
 from ..reasons import Reason
 from . import switching
-from .admission.signatures import attribute_of, signature_difference
-from .admission.tested_code import called_by, differing
+from .admission.signatures import arguments_of, attribute_of, signature_difference
+from .admission.tested_code import code_of, code_relied_on, differing
 from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
+from .collating import packing_batches
 from .options import PatchOptions
 from .replacements import Replacements, steps_callback, temporarily
 from .scored_rows import Inputs, ScoredRows, score
+from .trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .trl.max_tokens.budget import Budget
 
 T = TypeVar("T")
 
 _CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
 """The function in which a trainer of transformers creates its accelerator, the last step before
 models are prepared."""
-
-
-@dataclass(eq=False, kw_only=True)
-class TrainerState:
-    """The state of a trainer that was created after `patch()`. Copies and pickles of the trainer have its name instead,
-    and get another state when they train.
-
-    Attributes:
-        name: of the line that has made it, such as "trl.DPOTrainer".
-        models: the models that it has had so far, without the wrappers of engines.
-        forwards: the transformers models in those that it has now, with a reference to the state of each.
-        budget: cuts its steps; None without `max_tokens`.
-        running: what the functions of the line tell each other while a batch is scored, otherwise None.
-        has_fused: whether a call has been fused, if the line keeps it.
-        has_stepped: whether the trainer has computed the gradients of a step.
-        before: what was counted in the process before the trainer was created.
-        wrapping: remembers what is around its models.
-        undo: undoes what was replaced in objects of the trainer.
-    """
-
-    name: str
-    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    forwards: weakref.WeakKeyDictionary[nn.Module, Callable] = field(default_factory=weakref.WeakKeyDictionary)
-    budget: Any = None
-    running: Any = None
-    has_fused: bool = False
-    has_stepped: bool = False
-    before: Counted = field(default_factory=counted)
-    wrapping: Wrapping = field(default_factory=Wrapping)
-    undo: ExitStack = field(default_factory=ExitStack)
-
-    def __reduce__(self) -> tuple:
-        return str, (self.name,)
 
 
 class TrainerLine:
@@ -93,17 +61,19 @@ class TrainerLine:
             for any others.
         relies_on: the functions whose results the line computes by itself. A newer version in which they have other
             code is left as it is.
-        options_rely_on: by option, of `patch` or of the trainer, functions that it relies on as well. In a newer
-            version in which they have other code, the trainer does without it.
+        options_rely_on: by option of the trainer, functions that it relies on as well. In a newer version in which they
+            have other code, the trainer does without it.
         replaced: the functions of the class or of its module that methods of the line with these names replace. Each
             is given the stock function in front of the arguments of a call.
         rewards: how the trainer's model scores rows, if it is a reward model.
+        cutting: how `max_tokens` cuts the trainer's steps, if it can (see `trl.max_tokens.budget.Budget`).
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
         modules: the modules that may define the class, in the order in which they are tried.
         newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
         creating: the trainer whose `__init__` runs, or None.
+        budget: `cutting`, while the trainer is patched with `max_tokens`, otherwise None.
     """
 
     class_name: ClassVar[str | None] = None
@@ -112,9 +82,11 @@ class TrainerLine:
     options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
     rewards: ClassVar[RewardHead | None] = None
+    cutting: ClassVar[Budget | None] = None
 
     options: PatchOptions
     creating: Any = None
+    budget: Budget | None = None
 
     def __init__(self, name: str, modules: tuple[str, ...], newer: Collection[str] = ()):
         self.name, self.modules, self.newer = name, modules, newer
@@ -126,20 +98,19 @@ class TrainerLine:
     # What a line may define.
 
     def models(self, trainer: Any) -> Mapping[str, nn.Module]:
-        """The models that a trainer has now, by role: "policy" and "reference". PEFT and engines may have
-        wrapped them. By default those of a trainer of transformers.
+        """The models that a trainer has now, by role: "policy" and "reference". PEFT and engines may have wrapped them.
+        By default those of a trainer of transformers.
         """
         wrapped = {role: vars(trainer).get(name) for role, name in (("policy", "model"), ("reference", "ref_model"))}
         return {role: without_engines(model) for role, model in wrapped.items() if model is not None}
 
     def unsupported_reason(self) -> Reason | None:
-        """How the functions that are replaced differ from those that were tested, or None.
-
-        Changes nothing. May raise ImportError.
+        """How the functions that are replaced differ from those that were tested, or None. Changes nothing. May raise
+        ImportError.
         """
         created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(self.trainer_class(), "add_callback") else {}
         reason = self.signature_difference({**created, **self.parameters})
-        if reason is None and self.newer and (changed := self._differing(self.code_relied_on())):
+        if reason is None and self.newer and (changed := differing(code_relied_on(self), self.newer)):
             return Reason("changed-code", functions=", ".join(changed))
         return reason
 
@@ -163,6 +134,9 @@ class TrainerLine:
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         """The statistics of the policy's tokens, next to their log-probabilities (see `ops.linear_logps`)."""
         return ()
+
+    def padding(self, trainer: Any) -> int | None:
+        """The id of padding, if the trainer trains a reward model, which scores the last token with another one."""
 
     def request(self, trainer: Any, role: str) -> ForwardOptions:
         """What the fused forward of a model computes."""
@@ -217,34 +191,9 @@ class TrainerLine:
         )
         return next((each for each in differences if each is not None), None)
 
-    def code_of(self, functions: Iterable[str]) -> dict[str, Any]:
-        """Functions by their full names, and those by which the trainer class overrides them. None for those that are
-        missing.
-        """
-        found: dict[str, Any] = {}
-        for written in functions:
-            name, function = self.function(written)
-            found[name] = function
-            owner, _, method = written.rpartition(".")
-            base = self.function(owner)[1] if ":" in owner else None
-            if isinstance(base, type) and issubclass(self.trainer_class(), base):
-                overriding_name, overriding = self.function(method)
-                if overriding is not function:
-                    found[overriding_name] = overriding
-        return found
-
-    def code_relied_on(self) -> dict[str, Any]:
-        """`code_of` what the line relies on, with the functions of the trainer's package that these call by name."""
-        found = self.code_of(self.relies_on)
-        called = {name: x for function in found.values() for name, x in called_by(function, self.package)}
-        return found | {name: x for name, x in called.items() if all(x is not y for y in found.values())}
-
     def changed_code(self, functions: Iterable[str]) -> list[str]:
         """The full names of those functions that have other code than a tested version, in packages that are newer."""
-        return self._differing(self.code_of(functions)) if self.newer else []
-
-    def _differing(self, found: Mapping[str, Any]) -> list[str]:
-        return differing({name: x for name, x in found.items() if name.partition(".")[0] in self.newer})
+        return differing(code_of(self, functions), self.newer) if self.newer else []
 
     def wrap(self, name: str, function: Callable) -> None:
         """Replaces a function of the trainer class (see `Replacements.wrap`)."""
@@ -285,9 +234,32 @@ class TrainerLine:
                 functions = dict.fromkeys((*self.parameters, *self.replaced))
                 self.unused(trainer, unused_reason(trainer, self.trainer_class(), functions))
 
+    def noting(self, trainer: Any, model: Any) -> Any:
+        """The model that a trainer's loss calls: while its steps are cut, one that notes or knows its scores."""
+        budget = getattr(self.state_of(trainer), "budget", None)
+        return model if budget is None else budget.noting(model)
+
+    @property
+    def groups(self) -> Groups | None:
+        """Which rows of a batch that comes with its layout may share a prefix."""
+        return "content" if self.options.share_prompts else None
+
+    # Lines replace these whose batches come with layouts.
+
     def _prepare_inputs(self, stock: Callable, trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """With this, a step or a micro-batch begins. Lines replace it whose batches come with layouts."""
+        """With this, a step or a micro-batch begins."""
         return stock(trainer, as_current(inputs), *args, **kwargs)
+
+    def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where steps are cut, micro-batches are packed instead, of units that may be dealt to the ranks."""
+        if self.state_of(trainer) is None:
+            return stock(trainer, *args, **kwargs)
+        if self.budget is None or not self.budget.cuts(trainer):
+            with packing_batches(trainer, self.groups, self.padding(trainer)):
+                return stock(trainer, *args, **kwargs)
+        loader = stock(trainer, *args, **kwargs)
+        self.budget.deal(trainer, loader)
+        return loader
 
     def begin_step(self, trainer: Any) -> None:
         """Prepares the models of a trainer that another one has prepared since, which may train in a callback."""
@@ -331,6 +303,8 @@ class TrainerLine:
 
     def attach(self, trainer: Any) -> None:
         """Prepares the models of a trainer that was made, and watches its steps."""
+        if self.budget is not None:
+            self.budget.attach(trainer)
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
             trainer.add_callback(steps_callback(trainer, self))
@@ -352,9 +326,8 @@ class TrainerLine:
     # What `patch` calls.
 
     def module(self) -> ModuleType:
-        """The module that defines the trainer class.
-
-        Its package may still be incomplete: `fastdpo run` patches as soon as the module was imported.
+        """The module that defines the trainer class. Its package may still be incomplete: `fastdpo run` patches as soon
+        as the module was imported.
         """
         *others, last = self.modules
         for name in others:
@@ -366,9 +339,8 @@ class TrainerLine:
         return importlib.import_module(last)
 
     def trainer_class(self) -> Any:
-        """The trainer class. While it is patched it is known, since programs may put a subclass in its place.
-
-        `enable` leaves its existing instances as they are.
+        """The trainer class. While it is patched it is known, since programs may put a subclass in its place. `enable`
+        leaves its existing instances as they are.
         """
         return self._patched_class or getattr(self.module(), self._class_name)
 
@@ -382,6 +354,7 @@ class TrainerLine:
         self._patched_class = self.trainer_class()
         self.wrap("__init__", self._init)
         self.replace()
+        self.budget = None if self.cutting is None else self.cutting.with_line(self)
         if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):  # a trainer of transformers
             self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
             self.wrap("training_step", self._training_step)
@@ -474,21 +447,3 @@ def _special_ids(processing_class: Any) -> tuple[int, ...]:
     """Ids of the special tokens of a tokenizer, or of that of a processor."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     return tuple(getattr(tokenizer, "all_special_ids", ()))
-
-
-def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name. Code around the function may take others than its signature says, and a call
-    with wrong ones raises its own error.
-    """
-    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
-
-
-def liger_reason(config: Any) -> Reason | None:
-    """Why a trainer with this configuration cannot be fused: Liger replaces its head or its loss."""
-    return option_reason(config, ("use_liger_loss", "use_liger_kernel"))
-
-
-def option_reason(config: Any, options: Iterable[str]) -> Reason | None:
-    """Why a trainer with this configuration cannot be fused: the first of these options that is set."""
-    set_ones = (name for name in options if getattr(config, name, False))
-    return next((Reason("incompatible-option", option=name) for name in set_ones), None)

@@ -26,6 +26,7 @@ class Line(NamedTuple):
         line_class: the module in `fastdpo.integrations` and the name of the `TrainerLine` that patches the trainer.
         trainer_modules: modules that may define the trainer's class.
         by_default: whether `patch()` without targets patches the trainer. SFT is no preference training.
+        is_cut: whether `max_tokens` applies to it.
     """
 
     trainer: str
@@ -33,6 +34,7 @@ class Line(NamedTuple):
     line_class: str
     trainer_modules: tuple[str, ...]
     by_default: bool = True
+    is_cut: bool = False
 
     @property
     def package(self) -> str:
@@ -75,19 +77,19 @@ ALL_TRL, TRL, OPENRLHF, SWIFT, FACTORY = ">=0.24,<1.17", ">=1.15,<1.17", ">=0.9.
 TRL_FREE, SWIFT_FREE = "trl.reference_free:ReferenceFreeLine", "swift.reference_free:SwiftReferenceFreeLine"
 
 LINES = (
-    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES),
-    Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES),
+    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, is_cut=True),
+    Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES, is_cut=True),
     Line(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ALL_TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",)),
-    Line("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
-    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False),
-    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",)),
-    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",)),
+    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), is_cut=True),
+    Line("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), is_cut=True),
+    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, True),
+    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), is_cut=True),
+    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), is_cut=True),
     Line("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",)),
     Line("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",)),
     Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",)),
-    Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",)),
+    Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), is_cut=True),
     Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
     Line(
         "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)

@@ -1,15 +1,18 @@
-"""The options that a trainer is patched with."""
+"""The options that a trainer is patched with, and those of its own with which it cannot be fused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import checks
+from ..reasons import Reason
+from .lines import LINES
 
 if TYPE_CHECKING:
     from ..models.running import Compile
 
-CUT_BY_MAX_TOKENS = tuple(f"trl.{name}Trainer" for name in ("DPO", "Reward", "KTO", "SFT", "GRPO", "RLOO", "TPO"))
+CUT_BY_MAX_TOKENS = tuple(dict.fromkeys(line.trainer for line in LINES if line.is_cut))
 """The trainers that `max_tokens` applies to. The other options apply to all."""
 
 
@@ -53,3 +56,14 @@ def require_compile(op: str, value: object) -> None:
 def applies(option: str, trainer: str) -> bool:
     """Whether an option applies to a trainer."""
     return option != "max_tokens" or trainer in CUT_BY_MAX_TOKENS
+
+
+def liger_reason(config: Any) -> Reason | None:
+    """Why a trainer with this configuration cannot be fused: Liger replaces its head or its loss."""
+    return option_reason(config, ("use_liger_loss", "use_liger_kernel"))
+
+
+def option_reason(config: Any, options: Iterable[str]) -> Reason | None:
+    """Why a trainer with this configuration cannot be fused: the first of these options that is set."""
+    set_ones = (name for name in options if getattr(config, name, False))
+    return next((Reason("incompatible-option", option=name) for name in set_ones), None)

@@ -142,7 +142,7 @@ def steps_callback(trainer: Any, line: Any) -> TrainerCallback:
         patched = state_of(args)
         if patched is not None:
             if patched.budget is not None:
-                patched.budget.require_batches(reference())
+                patched.budget.require_batches()
             line.first_step(reference())
 
     def on_log(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
 from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
 from fastdpo.models import calls as counters
+from fastdpo.models.running import pace
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
@@ -122,6 +123,24 @@ def test_another_device_learns_anew(monkeypatch):
     assert len(saved) == 2
 
 
+def test_what_was_learned_follows_the_memory_that_others_take(monkeypatch):
+    """Until it is final, later batches may be larger, for which recordings wait."""
+    peak, others, growing = 0, 0, []
+    monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(0, peak, others, 1000))
+    monkeypatch.setattr(pace, "trainings", [pace.Training()])
+    learned = LearnedTokens(Stand(2, {}), "a trainer")
+    for tokens, peak in ((20, 100), (56, 700)):  # noqa: B007
+        learned.ran(tokens)
+        growing.append(pace.training().is_growing)
+        with learning(learned):
+            pass
+    learned.ran(56)
+    assert [*growing, pace.training().is_growing] == [True, True, False]
+    assert learned.of_step(20) == 59
+    others = 450  # half of what was taken is left
+    assert learned.of_step(20) == 28
+
+
 def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
     """Its states may be missing. Nor does the first step."""
     DeviceMemory(monkeypatch, TOTAL)
@@ -131,4 +150,4 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
         learned.ran(10)
         with learning(learned):
             pass
-        assert [*saved.values()] in ([], [[0, False]])
+        assert [*saved.values()] in ([], [[0] * 6])

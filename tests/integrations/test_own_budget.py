@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import fastdpo
-from fastdpo.integrations import outcomes
+from fastdpo.integrations import line, outcomes
 from fastdpo.integrations.bypass import STATE
-from fastdpo.integrations.trl.max_tokens import learned_tokens, padded_budget
-from fastdpo.integrations.trl.max_tokens.budget import StepBudget
-from fastdpo.integrations.trl.max_tokens.learned_tokens import MemoryReport, learning
-from fastdpo.integrations.trl.max_tokens.padded_budget import PaddedBudgetLine
+from fastdpo.integrations.trl.max_tokens import learned_tokens
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
+from fastdpo.integrations.trl.max_tokens.padded_budget import PaddedBudget
+from fastdpo.integrations.trl.max_tokens.steps import StepBudget
 from fastdpo.models import calls as counters
 from tests.integrations.test_learned_tokens import ACCUMULATED, TOTAL, Stand
 from tests.integrations.test_max_tokens_refused import BATCHES, CODE, MODELS, REFUSED
@@ -111,8 +111,8 @@ def test_with_dropout_random_numbers_are_those_of_the_batches(tmp_path, caplog, 
 @pytest.mark.parametrize(("options", "packed"), [({}, False), (adapter(lora_dropout=0.3), True)])
 def test_batches_that_are_kept_come_with_their_layouts(tmp_path, monkeypatch, options, packed):
     """Those of a step that is cut are packed after it was."""
-    made, stock = [], padded_budget.packing_batches
-    monkeypatch.setattr(padded_budget, "packing_batches", lambda *args: (made.append(args), stock(*args))[1])
+    made, stock = [], line.packing_batches
+    monkeypatch.setattr(line, "packing_batches", lambda *args: (made.append(args), stock(*args))[1])
     with fastdpo.patched(DPO):
         trained(tmp_path, DPO, disable_dropout=False, **options)
     assert bool(made) == packed
@@ -151,14 +151,14 @@ def test_a_step_with_a_pair_without_numbers(tmp_path):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(*runs, strict=True))
 
 
-def test_several_ranks_keep_their_batches(monkeypatch, tmp_path, caplog):
-    with fastdpo.patched(DPO):
-        trainer = DPO_RECIPE.build(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
-        assert vars(trainer)[STATE].budget is not None
-        monkeypatch.setattr(Accelerator, "num_processes", 2)
-        trainer = DPO_RECIPE.build(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
-        assert vars(trainer)[STATE].budget is None
-    assert kept(caplog) == ["several ranks, which would have to agree on each step"]
+def test_several_ranks_keep_two_batches(monkeypatch, tmp_path):
+    """The last of at least two micro-batches cannot be run again."""
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    fastdpo.patch(DPO)
+    for batches in (2, 3):
+        options = {**ACCUMULATED, "gradient_accumulation_steps": batches}
+        trainer = DPO_RECIPE.build(tmp_path, tiny_model(), tiny_model(seed=1), **options)
+        assert (vars(trainer)[STATE].budget is None) == (batches == 2)
 
 
 @pytest.mark.usefixtures("newer")
@@ -206,10 +206,10 @@ class Plant:
             if where == "forward" and torch.is_grad_enabled():
                 self.count()
 
-        def train_step(budget, trainer, joined, micro_batches, *args):
+        def train_step(budget, batches, joined, micro_batches, *args):
             self.cut.append(len(micro_batches))
             self.left = micro_batch if len(micro_batches) > 1 and not self.raised else -1
-            return train(budget, trainer, joined, micro_batches, *args)
+            return train(budget, batches, joined, micro_batches, *args)
 
         monkeypatch.setattr(torch.Tensor, "backward", after_backward)
         monkeypatch.setattr(counters, "count_tokens", counting)
@@ -257,7 +257,7 @@ def test_what_runs_out_of_memory_in_the_batches_of_trl_is_an_error(tmp_path, mon
 
 
 def test_no_micro_batch_has_more_tokens_than_the_largest_padded_batch_so_far(tmp_path, monkeypatch):
-    stock, count = PaddedBudgetLine.padded_tokens, counters.count_tokens
+    stock, count = PaddedBudget.padded_tokens, counters.count_tokens
     padded, packed, of_calls = [], [], []
 
     def padded_tokens(self, batch):
@@ -266,7 +266,7 @@ def test_no_micro_batch_has_more_tokens_than_the_largest_padded_batch_so_far(tmp
         assert stock(self, batch) == padded[-1]
         return padded[-1]
 
-    monkeypatch.setattr(PaddedBudgetLine, "padded_tokens", padded_tokens)
+    monkeypatch.setattr(PaddedBudget, "padded_tokens", padded_tokens)
     monkeypatch.setattr(
         counters, "count_tokens", lambda *args: (of_calls.append((args[-1], max(padded or [10**9]))), count(*args))
     )
@@ -327,11 +327,11 @@ def test_memory_of_others_is_read_in_each_step(tmp_path, monkeypatch, taken):
 @pytest.mark.parametrize(("options", "expected"), [({}, 300), (dict(use_vllm=True, vllm_mode="colocate"), 100)])
 def test_next_to_an_engine_nothing_grows(monkeypatch, options, expected):
     monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(0, 100, 0, 10**6))
-    for kind in (learned_tokens.OwnTokens, learned_tokens.LearnedTokens):
+    for is_own in (True, False):
         stand = Stand(2, {})
         vars(stand.args).update(options)
-        learned = kind(stand, "a trainer")
-        assert learned.of_step(100, 300) == (expected if kind is learned_tokens.LearnedTokens else 100)
+        learned = LearnedTokens(stand, "a trainer", is_own=is_own)
+        assert learned.of_step(100, 300) == (100 if is_own else expected)
         learned.ran(100)
         with learning(learned):
             pass
@@ -341,7 +341,7 @@ def test_next_to_an_engine_nothing_grows(monkeypatch, options, expected):
 def test_a_peak_of_something_else_and_a_device_without_peaks_leave_the_batches_of_trl(monkeypatch):
     for report in (MemoryReport(0, 10**6, 0, 10**6), None):
         monkeypatch.setattr(learned_tokens, "memory", lambda device, report=report: report)
-        learned = learned_tokens.OwnTokens(Stand(2, {}), "a trainer")
+        learned = LearnedTokens(Stand(2, {}), "a trainer", is_own=True)
         for _ in range(2):
             assert learned.of_step(100, 300) == 100
             learned.ran(100)

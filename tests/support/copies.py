@@ -98,7 +98,7 @@ def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, op
     warned: list[str] = []
     monkeypatch.setattr(budget, "warn", warned.append)
     line = next(line for line in LINES if line.trainer == trainer).load()
-    for name in line.code_of(line.options_rely_on[option]):
+    for name in tested_code.code_of(line, line.cutting.relies_on):
         with monkeypatch.context() as changing:
             set_newer(changing, name.partition(".")[0])
             change(changing, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...reasons import Reason
@@ -15,6 +15,13 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def attribute_of(owner: object, path: str) -> Any:
     """The attribute of an attribute that a dotted path names, or None if there is none."""
     return functools.reduce(lambda x, name: getattr(x, name, None), path.split("."), owner)
+
+
+def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name. Code around the function may take others than its signature says, and a call
+    with wrong ones raises its own error.
+    """
+    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
 
 
 def signature_difference(name: str, function: Any, expected: Sequence[str], *, may_grow: bool) -> Reason | None:

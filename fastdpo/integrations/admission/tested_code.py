@@ -9,10 +9,13 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from ..line import TrainerLine
 
 PATH = Path(__file__).with_name("tested_code.json")
 
@@ -45,6 +48,33 @@ def called_by(function: Any, package: str) -> Iterator[tuple[str, Any]]:
             yield f"{called.__module__}.{name}", called
 
 
-def differing(functions: Mapping[str, Any]) -> list[str]:
-    """The names of those functions that have another text than was recorded, or none. One that is missing is None."""
-    return [name for name, x in functions.items() if (found := hash_of(x)) is None or found != hashes().get(name)]
+def code_of(line: TrainerLine, functions: Iterable[str]) -> dict[str, Any]:
+    """Functions by their full names, and those by which the trainer class overrides them. None for those that are
+    missing.
+    """
+    found: dict[str, Any] = {}
+    for written in functions:
+        name, function = line.function(written)
+        found[name] = function
+        owner, _, method = written.rpartition(".")
+        base = line.function(owner)[1] if ":" in owner else None
+        if isinstance(base, type) and issubclass(line.trainer_class(), base):
+            overriding_name, overriding = line.function(method)
+            if overriding is not function:
+                found[overriding_name] = overriding
+    return found
+
+
+def code_relied_on(line: TrainerLine) -> dict[str, Any]:
+    """`code_of` what a line relies on, with the functions of the trainer's package that these call by name."""
+    found = code_of(line, line.relies_on)
+    called = {name: x for function in found.values() for name, x in called_by(function, line.package)}
+    return found | {name: x for name, x in called.items() if all(x is not y for y in found.values())}
+
+
+def differing(functions: Mapping[str, Any], packages: Collection[str]) -> list[str]:
+    """The names of those functions of these packages that have another text than was recorded, or none. One that is
+    missing is None.
+    """
+    found = {name: hash_of(x) for name, x in functions.items() if name.partition(".")[0] in packages}
+    return [name for name, x in found.items() if x is None or x != hashes().get(name)]

@@ -21,7 +21,8 @@ from ...models.examine.support import wrapping_reason
 from ...models.identity.functions import module_of
 from ...models.parts import base_of
 from ...reasons import Reason
-from ..line import TrainerLine, arguments_of
+from ..admission.signatures import arguments_of
+from ..line import TrainerLine
 from ..scored_rows import ScoredRows
 
 INPUTS = ("input_ids", "attention_mask", "labels")

@@ -15,7 +15,8 @@ from ...models import forward
 from ...models.adapters import without_adapters
 from ...models.batch import inputs_once
 from ...reasons import Reason
-from ..line import TrainerLine, liger_reason
+from ..line import TrainerLine
+from ..options import liger_reason
 from ..scored_rows import Inputs, ScoredRows
 from ..trl.reward import RewardLine
 from .batches import OutputOfRows, inputs_of

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -20,16 +19,19 @@ from ...models.calls import counting_calls_as
 from ...models.ranks.sequence_group import SequenceGroup
 from ...models.state import ForwardOptions
 from ...reasons import Reason
+from ..admission.signatures import arguments_of
 from ..collating import REPLACED
-from ..line import TrainerState, arguments_of
+from ..line import TrainerLine
 from ..lines import DPO
 from ..replacements import temporarily
+from ..trainer_state import TrainerState
 from . import context_parallel, precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .max_tokens import dealing
-from .max_tokens.budget import STEPS, Batch
-from .max_tokens.padded_budget import PaddedBudgetLine
+from .max_tokens.budget import STEPS
+from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.steps import Batch
 from .models import reference_logps
 
 DPOTrainer = Any  # of one of several versions
@@ -39,7 +41,7 @@ PARAMETERS = {
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
 }
 RELIES_ON = (*STEPS, *dealing.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call")
-"""The functions that `max_tokens` relies on in trainers of preferences (see `TrainerLine.options_rely_on`)."""
+"""The functions that `max_tokens` relies on in trainers of preferences (see `Budget.relies_on`)."""
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 """The values of `loss_type` with which a loss is not a mean over pairs."""
 _PARAMETERS = {
@@ -56,19 +58,28 @@ _PARAMETERS = {
 }
 
 
-class RewrittenDPOLine(PaddedBudgetLine):
+def uncuttable(trainer: DPOTrainer) -> str | None:
+    """Why pairs of a trainer weigh another part of the loss in another batch, or None."""
+    if not hasattr(trainer, "aux_loss_enabled"):
+        return "TRL before 1.8"
+    losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
+    return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs" if losses else None
+
+
+PAIRS: dict[str, Any] = dict(
+    relies_on=(*RELIES_ON, "_compute_loss", "compute_ref_log_probs"),
+    rows_of_unit=2,
+    columns=COLUMNS,
+    entries=frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES}),
+    uncuttable=uncuttable,
+)
+"""How their steps are cut (see `PaddedBudget`)."""
+
+
+class RewrittenDPOLine(TrainerLine):
     """What the lines of these DPOTrainers share."""
 
-    rows_of_unit = 2
-    columns = COLUMNS
-    entries = frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES})
-    fields = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-    options_rely_on = MappingProxyType(
-        {
-            "max_tokens": (*RELIES_ON, "_compute_loss", "compute_ref_log_probs"),
-            "precompute_ref_log_probs": precompute.RELIES_ON,
-        }
-    )
+    options_rely_on: ClassVar = {"precompute_ref_log_probs": precompute.RELIES_ON}
     replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
 
     def replace(self) -> None:
@@ -88,7 +99,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         """Batches are packed for the labels that a tested `_compute_loss` makes of them."""
-        if self.is_newer and not self.cuts(trainer):
+        if self.is_newer and not (self.budget is not None and self.budget.cuts(trainer)):
             return stock(trainer, *args, **kwargs)
         return super().get_train_dataloader(stock, trainer, *args, **kwargs)
 
@@ -123,8 +134,7 @@ class RewrittenDPOLine(PaddedBudgetLine):
             self.scoring(trainer, inputs, return_outputs),
             nullcontext(inputs) if state.budget is None else self._with_reference(trainer, inputs) as inputs,
         ):
-            scored = model if state.budget is None else self.noting(trainer, model)
-            return stock(trainer, scored, inputs, return_outputs, *args, **kwargs)
+            return stock(trainer, self.noting(trainer, model), inputs, return_outputs, *args, **kwargs)
 
     @contextmanager
     def _with_reference(self, trainer: DPOTrainer, inputs: Batch) -> Iterator[Batch]:
@@ -140,12 +150,6 @@ class RewrittenDPOLine(PaddedBudgetLine):
         budget.note(logps)
         with temporarily(trainer, precompute_ref_logps=True):
             yield {**inputs, **logps}
-
-    def uncuttable(self, trainer: DPOTrainer) -> str | None:
-        if not hasattr(trainer, "aux_loss_enabled"):
-            return "TRL before 1.8"
-        losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
-        return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs" if losses else None
 
     def unused(self, trainer: DPOTrainer, reason: Reason) -> None:
         if trainer.padding_free:
@@ -197,7 +201,8 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
     images = True
-    options_rely_on = MappingProxyType({**RewrittenDPOLine.options_rely_on, "cp_size": context_parallel.RELIES_ON})
+    options_rely_on: ClassVar = {**RewrittenDPOLine.options_rely_on, "cp_size": context_parallel.RELIES_ON}
+    cutting = PaddedBudget(**PAIRS, fields=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
 
     def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         return super().request(trainer, role)._replace(sequence_group=self._sequence_group())

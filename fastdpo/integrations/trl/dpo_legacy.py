@@ -23,7 +23,8 @@ from ...models.batch import inputs_once
 from ...models.calls import counting_calls_as
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..line import TrainerLine, liger_reason
+from ..line import TrainerLine
+from ..options import liger_reason
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows
 from .dpo import padded

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
-from .logits_line import LogitsLine
+from .dpo import PAIRS, PARAMETERS, DPOTrainer, RewrittenDPOLine
+from .logits_line import LogitsBudget, LogitsLine
 
 _PARAMETERS = {
     **PARAMETERS,
@@ -25,6 +25,7 @@ _TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"
 
 class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
     parameters = _PARAMETERS
+    cutting = LogitsBudget(**PAIRS)
 
     def unsupported_reason(self) -> Reason | None:
         trainer = self.trainer_class()

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
-from ..line import option_reason
+from ..options import option_reason
 from .fused_head import FusedHeadLine
-from .max_tokens.budget import STEPS, Batch, BudgetLine
+from .max_tokens.budget import STEPS, Budget
 from .max_tokens.refusals import NotCut
+from .max_tokens.steps import Batch
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
@@ -63,27 +64,30 @@ step accumulates, or the tokens of a generation.
 """
 
 
-class GroupLine(BudgetLine, FusedHeadLine):
-    """The line of one of the two trainers."""
+def uncuttable(trainer: Any) -> str | None:
+    loss_type = getattr(trainer, "loss_type", "grpo")
+    if loss_type not in MEANS_OVER_ROWS | SUMS_OVER_A_GENERATION:
+        return f"loss_type={loss_type!r}, which depends on the batch of a row"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "an entropy bonus, which is a mean over the tokens of a batch"
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile below 1, which ranks the tokens of a batch"
+    return None
 
-    parameters = _PARAMETERS
-    replaced = (":use_adapter",)
-    options_rely_on = MappingProxyType(
-        {"max_tokens": (*STEPS, *_GENERATIONS, "compute_loss", "_compute_loss", _SCORES)}
-    )
-    kind_without_gradient = "old_policy"
-    replaced_with_budget = (*BudgetLine.replaced_with_budget, _SCORES)
 
-    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        return option_reason(arguments.get("args"), DISABLING)
+@dataclass(kw_only=True, eq=False)
+class GroupBudget(Budget):
+    """How steps are cut."""
+
+    replaced: ClassVar = (*Budget.replaced, _SCORES)
 
     def training_step(self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, which counts batches and takes the time of a step, around one that cuts the step."""
-        budget = self.budget_of(trainer)
-        if budget is None or budget.keeps(trainer, model):
+        budget = self._of(trainer)
+        if budget is None or budget.keeps(model):
             return stock(trainer, model, inputs, *args, **kwargs)
-        start, step = time.perf_counter(), super(self.trainer_class(), trainer).training_step
-        loss = budget.training_step(trainer, model, inputs, lambda batch: step(model, batch, *args, **kwargs))
+        start, step = time.perf_counter(), super(self.line.trainer_class(), trainer).training_step
+        loss = budget.training_step(model, inputs, lambda batch: step(model, batch, *args, **kwargs))
         trainer._step += 1
         trainer._current_train_step_time += time.perf_counter() - start
         if trainer._step % trainer.current_gradient_accumulation_steps == 0:
@@ -92,7 +96,7 @@ class GroupLine(BudgetLine, FusedHeadLine):
         return loss
 
     def _get_per_token_logps_and_entropies(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = self.budget_of(trainer)
+        budget = self._of(trainer)
         if budget is None:
             return stock(trainer, *args, **kwargs)
         if budget.known is not None:
@@ -100,24 +104,6 @@ class GroupLine(BudgetLine, FusedHeadLine):
         returned = stock(trainer, *args, **kwargs)
         budget.note({"logps": returned[0], "entropies": returned[1]})
         return returned
-
-    @contextmanager
-    def use_adapter(
-        self, stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
-        """TRL makes a policy with adapters act as its own reference here, and nowhere else."""
-        with counting_calls_as("reference"), stock(model, adapter_name, *args, **kwargs):
-            yield
-
-    def uncuttable(self, trainer: Any) -> str | None:
-        loss_type = getattr(trainer, "loss_type", "grpo")
-        if loss_type not in MEANS_OVER_ROWS | SUMS_OVER_A_GENERATION:
-            return f"loss_type={loss_type!r}, which depends on the batch of a row"
-        if getattr(trainer, "_entropy_bonus_enabled", False):
-            return "an entropy bonus, which is a mean over the tokens of a batch"
-        if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
-            return "top_entropy_quantile below 1, which ranks the tokens of a batch"
-        return None
 
     def must_train(self, trainer: Any) -> bool:
         return (trainer._step + 1) % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
@@ -155,3 +141,25 @@ def joined_entry(name: str, values: list[Any]) -> Tensor | None:
     if not isinstance(first, Tensor) or name.startswith(("pixel", "image")):
         raise NotCut(f"batches with {name}, such as those with images")
     return torch.cat(values)
+
+
+class GroupLine(FusedHeadLine):
+    """The line of one of the two trainers."""
+
+    parameters = _PARAMETERS
+    replaced = (":use_adapter",)
+    cutting = GroupBudget(
+        relies_on=(*STEPS, *_GENERATIONS, "compute_loss", "_compute_loss", _SCORES), uncuttable=uncuttable
+    )
+    kind_without_gradient = "old_policy"
+
+    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
+        return option_reason(arguments.get("args"), DISABLING)
+
+    @contextmanager
+    def use_adapter(
+        self, stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        """TRL makes a policy with adapters act as its own reference here, and nowhere else."""
+        with counting_calls_as("reference"), stock(model, adapter_name, *args, **kwargs):
+            yield

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,9 @@ from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
 from .fused_head import FusedHeadLine
 from .gathering import in_float32
-from .max_tokens.budget import STEPS, Batch, on_device
-from .max_tokens.padded_budget import PaddedBudgetLine
+from .max_tokens.budget import STEPS
+from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.steps import Batch, on_device
 from .models import reference_of
 
 if TYPE_CHECKING:
@@ -53,49 +54,12 @@ _KL_ROWS = tuple(f"KL_{name}" for name in _ROWS)
 _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 
-class KTOLine(PaddedBudgetLine, FusedHeadLine):
-    parameters = _PARAMETERS
-    options_rely_on = MappingProxyType(
-        {"max_tokens": (*STEPS, *_LOSS, ":DataCollatorForUnpairedPreference.torch_call")}
-    )
-    replaced = ("compute_ref_log_probs", "_compute_loss")
-    entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
-    fields = ("log_probs", "entropy", "mean_logits")
+@dataclass(kw_only=True, eq=False)
+class KTOBudget(PaddedBudget):
+    """How steps are cut."""
 
-    def compute_ref_log_probs(
-        self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
-    ) -> Any:
-        with counting_calls_as("reference"):
-            if self.is_newer or not _merges(trainer, model, inputs):
-                return stock(trainer, model, inputs, *args, **kwargs)
-            with temporarily(trainer, calculate_KL=False):
-                logps, _ = stock(trainer, model, _merged(inputs))
-        completion_logps, KL_logps = logps.chunk(2)
-        return completion_logps, KL_logps
-
-    def _compute_loss(
-        self,
-        stock: Callable,
-        trainer: KTOTrainer,
-        model: Any,
-        inputs: dict,
-        return_outputs: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        called = self.noting(trainer, model)
-        with in_float32(trainer.accelerator):
-            if called is not model:  # while a step is cut
-                with labels_from(inputs["completion_mask"], inputs["input_ids"]):
-                    return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
-            reference = reference_of(trainer)
-            overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
-            calls_twice = trainer.precompute_ref_logps or self.is_newer or overridden
-            if calls_twice or not _merges(trainer, reference, inputs):
-                return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-            logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
-            with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
-                return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
+    def reason_on_ranks(self, trainer: KTOTrainer) -> str | None:
+        return "KL terms, which ranks gather before the losses that need them" if trainer.calculate_KL else None
 
     def score_without_gradients(
         self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]
@@ -134,6 +98,51 @@ class KTOLine(PaddedBudgetLine, FusedHeadLine):
         return temporarily(
             trainer, precompute_ref_logps=True, _compute_kl_logps=lambda model, batch: batch.get("KL_logps")
         )
+
+
+class KTOLine(FusedHeadLine):
+    parameters = _PARAMETERS
+    replaced = ("compute_ref_log_probs", "_compute_loss")
+    cutting = KTOBudget(
+        relies_on=(*STEPS, *_LOSS, ":DataCollatorForUnpairedPreference.torch_call"),
+        entries=frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"}),
+        fields=("log_probs", "entropy", "mean_logits"),
+    )
+
+    def compute_ref_log_probs(
+        self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
+    ) -> Any:
+        with counting_calls_as("reference"):
+            if self.is_newer or not _merges(trainer, model, inputs):
+                return stock(trainer, model, inputs, *args, **kwargs)
+            with temporarily(trainer, calculate_KL=False):
+                logps, _ = stock(trainer, model, _merged(inputs))
+        completion_logps, KL_logps = logps.chunk(2)
+        return completion_logps, KL_logps
+
+    def _compute_loss(
+        self,
+        stock: Callable,
+        trainer: KTOTrainer,
+        model: Any,
+        inputs: dict,
+        return_outputs: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        called = self.noting(trainer, model)
+        with in_float32(trainer.accelerator):
+            if called is not model:  # while a step is cut
+                with labels_from(inputs["completion_mask"], inputs["input_ids"]):
+                    return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
+            reference = reference_of(trainer)
+            overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
+            calls_twice = trainer.precompute_ref_logps or self.is_newer or overridden
+            if calls_twice or not _merges(trainer, reference, inputs):
+                return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+            logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
+            with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
+                return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
 
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:

@@ -6,10 +6,10 @@ return `ScoredRows`, whose `logits` TRL reads as those of any other output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -18,18 +18,19 @@ from ...models.examine import support
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..line import liger_reason
+from ..line import TrainerLine
+from ..options import liger_reason
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
 from .fused_logits import replace_functions
-from .max_tokens.budget import Scores
-from .max_tokens.padded_budget import PaddedBudgetLine
+from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.steps import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class LogitsLine(PaddedBudgetLine):
+class LogitsLine(TrainerLine):
     """The line of such a trainer."""
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
@@ -76,9 +77,14 @@ class LogitsLine(PaddedBudgetLine):
         logits = SimpleNamespace(logits=output.logits[:, -length:])  # of a call that fell back
         return ScoredRows.of_output(logits, self.state_of(trainer).running[:, 1:], self.statistics(trainer))
 
+
+@dataclass(kw_only=True, eq=False)
+class LogitsBudget(PaddedBudget):
+    """How the steps of such a trainer are cut."""
+
     def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:
-        rows = self.rows_of(trainer, output, length)
+        rows = cast(LogitsLine, self.line).rows_of(trainer, output, length)
         return {name: x for name, x in rows._replace(aux_loss=None)._asdict().items() if x is not None}
 
-    def output_of(self, known: Mapping[str, Tensor]) -> ScoredRows:
+    def output_of(self, known: Scores) -> ScoredRows:
         return ScoredRows(**{name: known[name] for name in ScoredRows._fields if name in known})

@@ -11,20 +11,32 @@ from ...models.batch import labels_from
 from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
 from ..collating import REPLACED
+from ..line import TrainerLine
 from .dpo import RELIES_ON
 from .gathering import of_all_ranks
-from .max_tokens.budget import Batch, Scores
-from .max_tokens.padded_budget import PaddedBudgetLine
+from .max_tokens.padded_budget import PaddedBudget
 
 
-class RewardLine(PaddedBudgetLine):
+def uncuttable(trainer: Any) -> str | None:
+    adapters = getattr(trainer.model, "peft_config", {}).values()
+    if any(adapter.is_prompt_learning for adapter in adapters):
+        return "prompt tuning, with which a reward depends on the width of the batch"
+    return None
+
+
+class RewardLine(TrainerLine):
     parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
-    options_rely_on = MappingProxyType({"max_tokens": RELIES_ON})
     replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
-    rows_of_unit = 2
-    columns = COLUMNS[1:]
-    entries = frozenset({"input_ids", "attention_mask", "margin"})
+    cutting = PaddedBudget(
+        relies_on=RELIES_ON,
+        rows_of_unit=2,
+        columns=COLUMNS[1:],
+        entries=frozenset({"input_ids", "attention_mask", "margin"}),
+        fields=("logits",),
+        scores=1,
+        uncuttable=uncuttable,
+    )
 
     def compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -35,18 +47,6 @@ class RewardLine(PaddedBudgetLine):
         with labels_from(ids, ids), of_all_ranks(trainer.accelerator):
             return stock(trainer, self.noting(trainer, model), inputs, *args, **kwargs)
 
-    def uncuttable(self, trainer: Any) -> str | None:
-        adapters = getattr(trainer.model, "peft_config", {}).values()
-        if any(adapter.is_prompt_learning for adapter in adapters):
-            return "prompt tuning, with which a reward depends on the width of the batch"
-        return None
-
     def padding(self, trainer: Any) -> int | None:
         base = find_base(trainer.model)
         return None if base is None else text_config(base).pad_token_id
-
-    def width(self, batch: Batch) -> int:
-        return 1
-
-    def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:
-        return {"logits": output.logits}

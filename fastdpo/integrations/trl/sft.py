@@ -6,14 +6,13 @@ A trainer whose batches TRL packs itself, or whose loss needs logits, is left un
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from ...reasons import Reason
 from ..collating import REPLACED
 from .fused_head import FusedHeadLine
-from .max_tokens.budget import STEPS, Batch
-from .max_tokens.padded_budget import PaddedBudgetLine
+from .max_tokens.budget import STEPS
+from .max_tokens.padded_budget import PaddedBudget
 
 _PARAMETERS = {
     "__init__": [
@@ -26,29 +25,26 @@ _PARAMETERS = {
 }
 
 
-class SFTLine(PaddedBudgetLine, FusedHeadLine):
+def uncuttable(trainer: Any) -> str | None:
+    if trainer.model_accepts_loss_kwargs:
+        return None
+    return "models whose loss does not take num_items_in_batch, since it then is a mean over the tokens of a batch"
+
+
+class SFTLine(FusedHeadLine):
     parameters = _PARAMETERS
-    options_rely_on = MappingProxyType(
-        {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForLanguageModeling.torch_call")}
+    replaced = ("compute_loss", *REPLACED)
+    # The loss of a step is a sum over its tokens, which the trainer divides by their number in all of its batches.
+    cutting = PaddedBudget(
+        relies_on=(*STEPS, "compute_loss", ":DataCollatorForLanguageModeling.torch_call"),
+        is_sum=True,
+        entries=frozenset({"input_ids", "attention_mask", "labels"}),
+        fields=("log_probs", "label_mask", "entropy", "is_top1"),
+        uncuttable=uncuttable,
     )
-    replaced = REPLACED
-    replaced_with_budget = (*PaddedBudgetLine.replaced_with_budget, "compute_loss")
-    entries = frozenset({"input_ids", "attention_mask", "labels"})
-    fields = ("log_probs", "label_mask", "entropy", "is_top1")
 
     def compute_loss(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(trainer, self.noting(trainer, model), *args, **kwargs)
-
-    def uncuttable(self, trainer: Any) -> str | None:
-        if trainer.model_accepts_loss_kwargs:
-            return None
-        return "models whose loss does not take num_items_in_batch, since it then is a mean over the tokens of a batch"
-
-    def weight(self, trainer: Any, batch: Batch) -> float:
-        """The loss of a step is a sum over its tokens, which the trainer divides by their number in all batches that
-        the step accumulates. So that of a row is the same in any batch.
-        """
-        return 0
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

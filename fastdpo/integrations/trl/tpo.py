@@ -18,23 +18,37 @@ from torch import Tensor
 from ..collating import REPLACED
 from ..scored_rows import ScoredRows
 from .dpo import computing_loss
-from .logits_line import LogitsLine
-from .max_tokens.budget import STEPS, Batch
+from .logits_line import LogitsBudget, LogitsLine
+from .max_tokens.budget import STEPS
 from .max_tokens.refusals import require_supported
+from .max_tokens.steps import Batch
 
 _WEIGHT = "reference_weight"
 """An entry of micro-batches: for each row, the pairs of TRL's batch by the tokens of its reference completions, [N]."""
 
 
+def uncuttable(trainer: Any) -> str | None:
+    return "tpo_alpha=0, with which batches have no reference completions" if trainer.tpo_alpha == 0 else None
+
+
+def with_weights(joined: Batch, sizes: list[int]) -> Batch:
+    """The weights of triples of batches that have these sizes."""
+    tokens = joined["completion_mask"][:, 2, 1:].sum(1)
+    require_supported(None if tokens.all() else "reference completions that truncation has left nothing of")
+    return {_WEIGHT: torch.cat([(len(x) / x.sum().double()).expand(len(x)) for x in tokens.split(sizes)])}
+
+
 class TPOLine(LogitsLine):
     parameters = MappingProxyType({"_compute_loss": ["self", "model", "inputs", "return_outputs"]})
     relies_on = ("_compute_loss",)
-    options_rely_on = MappingProxyType(
-        {"max_tokens": (*STEPS, "compute_loss", ":DataCollatorForTriplePreference.torch_call")}
-    )
     replaced = ("_compute_loss", *REPLACED)
-    rows_of_unit = 3
-    entries = frozenset({"input_ids", "attention_mask", "completion_mask"})
+    cutting = LogitsBudget(
+        relies_on=(*STEPS, "compute_loss", ":DataCollatorForTriplePreference.torch_call"),
+        rows_of_unit=3,
+        entries=frozenset({"input_ids", "attention_mask", "completion_mask"}),
+        added=with_weights,
+        uncuttable=uncuttable,
+    )
 
     def _compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: Batch, return_outputs: bool, *args: Any, **kwargs: Any
@@ -48,16 +62,6 @@ class TPOLine(LogitsLine):
             called = functools.partial(self._weighted, trainer, called, weights, inputs["completion_mask"])
         with computing_loss(trainer, state, [model], inputs), self.scoring(trainer, inputs, return_outputs):
             return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
-
-    def uncuttable(self, trainer: Any) -> str | None:
-        return "tpo_alpha=0, with which batches have no reference completions" if trainer.tpo_alpha == 0 else None
-
-    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
-        joined = super().joined(trainer, batches)
-        tokens = joined["completion_mask"][:, 2, 1:].sum(1)
-        require_supported(None if tokens.all() else "reference completions that truncation has left nothing of")
-        of_batches = tokens.split([*map(self.size, batches)])
-        return joined | {_WEIGHT: torch.cat([(len(x) / x.sum().double()).expand(len(x)) for x in of_batches])}
 
     def _weighted(self, trainer: Any, model: Callable, weights: Tensor, mask: Tensor, **inputs: Any) -> ScoredRows:
         """The output of the model for a micro-batch of rows with these weights [N], and with this mask of completions

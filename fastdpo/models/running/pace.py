@@ -69,11 +69,13 @@ class Training:
         done: so far.
         left: as a trainer says; None if none does. Then as many are expected as were done.
         settled: by the name of a model, whether its layers are compiled. A checkpoint holds it.
+        is_growing: whether later steps may have larger batches, for which recordings wait.
     """
 
     done: int = 0
     left: int | None = None
     settled: dict[str, bool] = field(default_factory=dict)
+    is_growing: bool = False
 
     def further(self, seen: float) -> float:
         """How often something is expected to occur again that was seen so often."""
@@ -98,7 +100,7 @@ def begin(settled: dict[str, bool]) -> Training:
 
 def end() -> None:
     """Takes note that the training of a trainer has ended, if by an error. Steps of other loops are counted again."""
-    trainings[-1].left = None
+    trainings[-1].left, trainings[-1].is_growing = None, False
 
 
 @functools.cache
@@ -255,7 +257,7 @@ class Pace:
         """Whether a recording of a number of tokens that was seen so often is expected to pay. Ranks that are not alone
         lose no more than `LOST_SECONDS` before whole steps show what replays save.
         """
-        if self.between == torch.inf or not self._has_optimizer():
+        if self.between == torch.inf or self.training.is_growing or not self._has_optimizer():
             return False
         saved, cost = self._expected(tokens), self._recording_seconds or RECORDING_SECONDS + 4 * self.between
         is_enough = saved > LEAST_SAVING * self.between

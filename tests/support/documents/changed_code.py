@@ -31,8 +31,7 @@ def differing() -> dict[str, Any]:
             reason, functions = f"{type(error).__name__}: {error}", {}
         if reason is not None:
             print(f"{line.name}: off, {reason}")
-        functions = {name: x for name, x in functions.items() if name.partition(".")[0] in line.newer}
-        found |= {name: functions[name] for name in tested_code.differing(functions)}
+        found |= {name: functions[name] for name in tested_code.differing(functions, line.newer)}
     return found
 
 

@@ -30,7 +30,8 @@ def newest_lines() -> Iterator[TrainerLine]:
 
 def relied_on(line: TrainerLine) -> dict[str, Any]:
     """All functions that a line relies on, by their full names."""
-    return line.code_relied_on() | line.code_of(chain.from_iterable(line.options_rely_on.values()))
+    options = [*line.options_rely_on.values(), () if line.cutting is None else line.cutting.relies_on]
+    return tested_code.code_relied_on(line) | tested_code.code_of(line, chain.from_iterable(options))
 
 
 def found() -> dict[str, str | None]:

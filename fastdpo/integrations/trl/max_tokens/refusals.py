@@ -69,13 +69,18 @@ def unsupported_reason(trainer: Any, stock: type) -> str | None:
     return None
 
 
-def engine_reason(trainer: Any) -> str | None:
-    """Why a step of a trainer that has run out of memory cannot be run again, or None."""
+def engine_reason(trainer: Any, on_ranks: str | None) -> str | None:
+    """Why a rank cannot decide by itself about each of its steps, or run one again that has run out of memory, or None.
+
+    Args:
+        trainer: the trainer.
+        on_ranks: what of the trainer is a reason where there are several ranks.
+    """
     accelerator = trainer.accelerator
-    if accelerator.num_processes > 1:
-        return "several ranks, which would have to agree on each step"
     engine = accelerator.distributed_type
-    return str(engine.value) if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
+    if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return f"{engine.value}, whose ranks would have to agree on each step"
+    return on_ranks if accelerator.num_processes > 1 else None
 
 
 def user_code_reason(trainer: Any, models: Iterable[nn.Module], stock: type) -> str | None:
@@ -93,8 +98,10 @@ def user_code_reason(trainer: Any, models: Iterable[nn.Module], stock: type) -> 
             if name in vars(trainer):
                 return f"{name_of(function)}, set as {name} of the trainer"
             return f"{type(trainer).__name__}, which overrides {name} of {stock.__name__}"
-    if not _is_known(trainer.accelerator.backward):
-        return f"{name_of(trainer.accelerator.backward)}, set as backward of the accelerator"
+    for name in ("backward", "gather", "gather_for_metrics", "reduce"):
+        function = getattr(trainer.accelerator, name)
+        if not _is_known(function):
+            return f"{name_of(function)}, set as {name} of the accelerator"
     for callback in trainer.callback_handler.callbacks:
         if not _is_known(callback.on_substep_end):
             return f"callbacks that act within a step, as {type(callback).__name__}.on_substep_end may do"
