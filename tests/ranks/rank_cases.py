@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from fastdpo.models import calls
 from fastdpo.models.running import compiled
 from tests.support import faults
 from tests.support.comparison import double
@@ -193,6 +194,24 @@ def plant_memory(model: PreTrainedModel) -> None:
     DeviceMemory(pytest.MonkeyPatch(), 2600 if dist.get_rank() == dist.get_world_size() - 1 else 10**6)
 
 
+def watch_gradients(model: PreTrainedModel) -> None:
+    """Adds a hook that sees each micro-batch."""
+    next(model.parameters()).register_hook(lambda gradient: None)
+
+
+def run_out_of_memory(model: PreTrainedModel) -> None:
+    """Has the first forward with gradients run out of memory."""
+    patch, count = pytest.MonkeyPatch(), calls.count_tokens
+
+    def counting(*args: Any) -> None:
+        count(*args)
+        if torch.is_grad_enabled():
+            patch.undo()
+            raise torch.OutOfMemoryError
+
+    patch.setattr(calls, "count_tokens", counting)
+
+
 def with_frozen_tower(**options: Any) -> PreTrainedModel:
     """A multimodal model. FSDP2 does not reduce gradients of a tower that only some ranks run, with or without
     fastdpo.
@@ -333,6 +352,13 @@ PATCHED = dict(kinds=("patched",))
 BUDGET = dict(patch=dict(max_tokens=45))
 """Two or three micro-batches for each rank in a step of 4 pairs a rank."""
 
+ACCUMULATED = dict(per_device_train_batch_size=1, gradient_accumulation_steps=6, num_train_epochs=2, evaluate=0)
+ACCUMULATED_ROWS = dict(
+    COMPLETIONS, per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=4
+)
+WATCHED = dict(prepare=watch_gradients, changed_on=on_first)
+"""The first rank keeps the batches of TRL, and the others do not."""
+
 LEARNED = dict(patch=dict(max_tokens="auto"), prepare=plant_memory)
 COMPILED = dict(patch=dict(compile=True), prepare=compile_eagerly)
 GRAPHS = dict(prepare=record_graphs)
@@ -403,6 +429,13 @@ CASES = {
     **on("fsdp2 zero2 zero3", "SFT token budget", dict(evaluate=0), **SFT, **BUDGET),
     **on("fsdp2 zero2 zero3", "KTO token budget", dict(evaluate=0), **KTO, **BUDGET),
     **on("fsdp2 zero2 zero3", "GRPO token budget", **GRPO, **BUDGET),
+    **on("ddp fsdp2 zero2", "own", ACCUMULATED),
+    **on("ddp", "own, watched", ACCUMULATED, **WATCHED),
+    **on("ddp", "reward own, watched", ACCUMULATED, **REWARD, **WATCHED),
+    **on("ddp", "SFT own, watched", ACCUMULATED, **SFT, **WATCHED),
+    **on("ddp", "GRPO own, watched", **(GRPO | dict(options=ACCUMULATED_ROWS)), **WATCHED),
+    **on("ddp", "KTO own", ACCUMULATED | dict(per_device_train_batch_size=2, gradient_accumulation_steps=3), **KTO),
+    **on("ddp", "own, out of memory", ACCUMULATED, prepare=run_out_of_memory, changed_on=on_last),
     **on("ddp fsdp2", "learned tokens", dict(num_train_epochs=3, evaluate=0), **LEARNED),
     **on("ddp", "learned tokens of rows", dict(num_train_epochs=3, evaluate=0), **SFT, **LEARNED),
     # Gradients that are verified

@@ -29,6 +29,29 @@ def test_training_equals_stock(ranks):
             assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
 
 
+MERGED = {  # by case, the places of the ranks whose steps are cut
+    "ddp own": [0, -1],
+    **{f"ddp {x}own, watched": [-1] for x in ("", "reward ", "SFT ", "GRPO ")},
+    "ddp own, out of memory": [0],
+    "ddp KTO own": [],
+    "fsdp2 own": [],
+    "zero2 own": [],
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_each_rank_decides_by_itself_by_default(case, ranks):
+    """Without a collective, so that one whose steps are cut trains next to one whose are not."""
+    kept = {"ddp KTO own": "KL terms", "fsdp2 own": "FSDP, whose", "zero2 own": "DEEPSPEED, whose"}
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert {path for _, path in rank["patched"]["calls"]} == {"fused"}
+        assert any(f"because of {kept[case]}" in x for x in rank["patched"]["messages"]) if case in kept else True
+    batches = ranks[0]["stock"]["steps"] * (4 if "GRPO" in case else 6)
+    for place in (0, -1):
+        assert (ranks[place]["patched"]["calls"]["policy", "fused"] < batches) == (place in MERGED[case])
+
+
 @pytest.mark.parametrize("case", ["ddp token budget uneven end"])
 def test_the_last_step_has_the_pairs_that_accelerate_repeats(case, ranks, number_of_ranks):
     for rank in ranks:
