@@ -307,4 +307,4 @@ def test_steps_of_the_object_that_do_not_call_those_of_its_class_are_refused(tmp
 def test_batches_with_other_entries_are_refused():
     batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
     with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
-        SFTLine(SFT, ("trl.trainer.sft_trainer",)).joined(None, [batch])
+        SFTLine.cutting.joined(None, [batch])
