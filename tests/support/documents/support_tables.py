@@ -73,9 +73,9 @@ TRL's own fused head fails on {failing_multimodal} with the same error, with or 
 
 ## Trainers that TRL exports
 
-The tests run each of them without fastdpo and with every trainer of TRL patched. A trainer that is not patched
-trains to the last bit as before. Those marked *needs a server* are not trained: neither they nor their modules
-are changed.
+The tests train each of them without fastdpo and with every trainer of TRL patched, but for those marked
+*untouched*: neither they nor their modules are changed. A trainer whose own loss reads logits trains to the last
+bit as before.
 
 {exported}
 
@@ -169,7 +169,7 @@ def exported_rows() -> list[list[str]]:
         line = exported.line_of(trainer_class)
         claim = exported.CLAIMS.get(name)
         what = f"patched{'' if line.by_default else ', if named'}" if line else claim.what if claim else "unknown"
-        rows.append([f"`{name}`", what + (", needs a server" if claim and claim.build is None else "")])
+        rows.append([f"`{name}`", what])
     return rows
 
 
