@@ -5,6 +5,7 @@ Where rows lie depends on the side, so losses and gradients are compared, and no
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -17,9 +18,11 @@ from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.groups import ExactGroupStep, GroupStep
 from benchmarks.sides.kto import ExactKTOStep, KTOStep
 from benchmarks.sides.reward import ExactRewardStep, RewardStep
-from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep
+from benchmarks.sides.trainer import STEPS_LEFT, STEPS_OF_LEARNING, TrainerStep
 from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload
 from fastdpo.commands.check import meters
+from fastdpo.models.calls import outcomes
+from fastdpo.ops import memory
 
 
 class OfProcessor:
@@ -43,6 +46,8 @@ class _Accumulated(OfProcessor, TrainerStep):
         for batch in range(self.batches):
             self.trainer.train_dataset = Dataset.from_list(self._examples(workload, batch))
             self.loaders.append(self.trainer.get_train_dataloader())
+        self.trainer.state.max_steps = STEPS_LEFT
+        self._say("on_train_begin")
         # With graphs, the steps in which tokens are counted are enough.
         for _ in range(STEPS_OF_LEARNING if "max_tokens" in options and not self.graphs else 0):
             self._run_all()
@@ -53,6 +58,7 @@ class _Accumulated(OfProcessor, TrainerStep):
 
     def _run(self, batch: int) -> torch.Tensor:
         losses = []
+        self._say("on_step_begin")
         for i, inputs in enumerate(self.loaders[batch], 1):
             self.trainer.accelerator.gradient_state._set_sync_gradients(i == self.accumulation)
             losses.append(self.trainer.training_step(self.model, inputs))
@@ -61,6 +67,19 @@ class _Accumulated(OfProcessor, TrainerStep):
 
 
 class AccumulatedDPO(_Accumulated): ...
+
+
+class CheckpointedDPO(AccumulatedDPO):
+    """Of a training in which memory is spent as `auto`, the value of FASTDPO_AUTO, and `max_tokens` say."""
+
+    def __init__(self, workload: AccumulatedWorkload, mode: str, auto: str = "0", **options: Any) -> None:
+        os.environ[memory.VARIABLE] = auto
+        super().__init__(workload, mode, max_tokens=options.get("max_tokens"))
+
+    def facts(self) -> dict[str, Any]:
+        parts = outcomes[self.TRAINER, "micro-batches"] / max(outcomes[self.TRAINER, "steps"], 1)
+        held = [x.removeprefix("fastdpo: ") for x in memory.lines()]
+        return super().facts() | {"micro_batches": parts or self.accumulation, "held": held}
 
 
 class AccumulatedReward(_Accumulated, RewardStep): ...

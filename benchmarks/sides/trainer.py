@@ -171,7 +171,7 @@ class TrainerStep:
         mode: str,
         share_prompts: bool = True,
         attention: str = "sdpa",
-        max_tokens: int | Literal["auto"] | None = None,
+        max_tokens: int | Literal["own", "auto"] | None = None,
         layers_compiled: bool = False,
         graphs: bool = False,
         decides: bool = False,
