@@ -95,7 +95,8 @@ test-sabotages: $(READY) $(TEST_PACKAGES)
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
 fuzz: $(READY)
-	FASTDPO_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz tests/models/test_pace.py::test_drawn_worlds $(ARGS)
+	FASTDPO_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz tests/models/test_pace.py::test_drawn_worlds \
+		tests/models/test_activations.py::test_drawn_worlds $(ARGS)
 
 # Before a release: ops on a CPU, with kernels that are compiled for NVIDIA architectures and executed in NumPy by
 # tools/ptx, and its own tests.

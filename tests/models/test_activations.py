@@ -1,6 +1,7 @@
 """Activations of checkpointed layers that are kept: by how many bytes, in drawn worlds, and with equal numbers."""
 
 import os
+import random
 import re
 import sys
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from tests.support.fuzzing import VARIABLE
 from tests.support.kernels import recorder
 from tests.support.models.families import tiny_family
 from tests.support.ref_logps import ranks
-from tests.support.stand_ins.activation_memory import Device, Simulation, drawn
+from tests.support.stand_ins.activation_memory import Device, Simulation, drawn, least_device
 
 WORLDS = int(os.environ.get(VARIABLE, 600)) // 10
 """10,000 in `make fuzz`."""
@@ -55,30 +56,36 @@ def training(monkeypatch):
     monkeypatch.setattr(pace, "trainings", [pace.Training()])
 
 
-def recomputed(world, monkeypatch):
-    """The peak of a training that recomputes all layers."""
-    device = Device(1e18)
-    Simulation(world, device, monkeypatch, keeps=False).run()
-    return device.peak
+def simulated(world, multiple):
+    """A training on a device of so many times the bytes that the trainer itself needs. It has trained on each pair of
+    each step once.
+    """
+    device = Device(multiple * least_device(world))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulation = Simulation(world, device, monkeypatch).run()
+    assert [sorted(x) for x in simulation.trained] == [[*range(len(x))] for x in world.lengths]
+    return simulation
 
 
-@pytest.mark.parametrize("multiple", [1.0, 1.3, 2.0, 10.0])
-def test_drawn_worlds(multiple):
-    """On devices from one in which a training that recomputes all layers fits just so."""
-    kept = layers = 0
+def test_drawn_worlds():
+    """On devices from one in which the trainer fits just so, no training runs out of memory.
+
+    Few take more than four fifths of the device: a micro-batch with fewer tokens than another one, and more of them
+    that are scored, is not expected to take more.
+    """
+    above, repeated = [], 0
     for seed in range(WORLDS):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            peak, world = recomputed(drawn(seed), monkeypatch), drawn(seed)
-            others = max(map(world.neighbour, range(world.steps)))
-            device = Device((1 + 1e-9) * multiple * peak / (1 - others))
-            simulation = Simulation(world, device, monkeypatch).run()
-        assert simulation.excess <= 1e-6 * device.total, seed
-        if world.calls == 1:
-            later = simulation.kept[len(simulation.kept) // 2 :]
-            kept, layers = kept + sum(later), layers + len(later) * len(world.kinds)
-        else:
-            assert sum(simulation.kept[world.accumulation * world.calls :]) == 0
-    assert {1.0: 0, 1.3: 0, 2.0: 0.2, 10.0: 0.6}[multiple] <= kept / layers
+        world, multiple = drawn(seed), random.Random(seed).choice([1.0, 1.1, 1.3, 2.0, 5.0, 10.0])
+        simulation = simulated(world, multiple)
+        repeated += simulation.repeated
+        if world.calls > 1:
+            assert not any(map(sum, simulation.kept[1:])), "nobody knows how many calls will follow"
+        if simulation.excess > 1e-6 * simulation.device.total:
+            above.append(simulation.excess / simulation.device.total)
+    print(f"above four fifths: {len(above)} of {WORLDS}, by at most {max(above, default=0):.3f}; repeated: {repeated}")
+    assert len(above) <= 0.07 * WORLDS
+    assert max(above, default=0.0) < 0.15
+    assert repeated <= 0.01 * WORLDS
 
 
 def llama(**config):
