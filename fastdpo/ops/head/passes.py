@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...packing import IGNORE_INDEX
 from ..choice.verdicts import Kernel, Trial, disable, works
-from ..devices import accumulation_dtype, constant_while_tracing, is_capturing, memory_of, suits_triton
+from ..devices import accumulation_dtype, constant_while_tracing, is_capturing, is_host, memory_of, suits_triton
 from . import row_warps, trials
 from .logit_rows import (
     GradientInputs,
@@ -93,6 +93,8 @@ class TileFormat(NamedTuple):
     def allocate(self, rows: int, weight: Tensor) -> Tensor:
         """Uninitialized memory [rows, V] on the device of the weight."""
         memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
+        if is_host(weight.device):  # in the interpreter: products by Intel's AMX also read what is behind the columns
+            memory[:, weight.shape[0] :] = 0
         return memory[:, : weight.shape[0]]
 
     def replaced(self, weight: Tensor, error: Exception, kernel: Kernel, has_warps: bool) -> TileFormat:
