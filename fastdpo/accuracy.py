@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +50,16 @@ other.
 """
 
 
-def error(x: Tensor, exact: Tensor, *, equal_nan: bool = False) -> float:
-    """Relative error `||x - exact|| / ||exact||` in float64.
+def error(x: Tensor, exact: Tensor, *, equal_nan: bool = False, scale: Tensor | None = None) -> float:
+    """Relative error `||x - exact|| / ||exact||` in float64, or `||x - exact|| / ||scale||`.
 
     Equal elements, including infinities, have no error. With `equal_nan`, NaN equals NaN.
     """
     x, exact = x.detach().to(exact.device).double(), exact.detach().double()
     equal = (x == exact) | (x.isnan() & exact.isnan()) if equal_nan else x == exact
     difference = torch.where(equal, 0.0, x - exact).norm()
-    scale = torch.where(exact.isfinite(), exact, 0.0).norm()
-    return float(difference / scale if scale > 0 else difference)
+    size = (torch.where(exact.isfinite(), exact, 0.0) if scale is None else scale).norm()
+    return float(difference / size if size > 0 else difference)
 
 
 def row_errors(x: Tensor, expected: Tensor) -> Tensor:
@@ -94,6 +94,63 @@ def run_bound(rounding: float, unit: float) -> float:
         unit: of rounding (see `training_unit`).
     """
     return 4 * rounding + max(unit, 64 * FLOAT32)
+
+
+class Difference(NamedTuple):
+    """How far a quantity of a fused run is from that of a stock one.
+
+    Attributes:
+        name: of the quantity.
+        size: the relative difference `||fused - stock|| / ||stock||`; None if the two are not compared as numbers.
+        rounding: the difference that rounding alone makes, as far as it was measured.
+        allowed: the largest difference that rounding explains.
+        detail: where the difference is largest, or why there is no size, or "".
+    """
+
+    name: str
+    size: float | None = None
+    rounding: float | None = None
+    allowed: float | None = None
+    detail: str = ""
+
+    @property
+    def is_explained(self) -> bool:
+        if self.size is None or self.allowed is None:
+            return not self.detail
+        return self.size <= self.allowed  # not for NaN
+
+    def __str__(self) -> str:
+        if self.size is None:
+            return f"{self.name}: {self.detail}"
+        return f"{self.name} by {self.size:.1e} (at most {self.allowed:.1e}{self.detail})"
+
+
+def run_difference(
+    name: str,
+    fused: Tensor | None,
+    stock: Tensor | None,
+    rounded: Tensor | None,
+    unit: float,
+    *,
+    scale: Tensor | None = None,
+    count: float | None = None,
+) -> Difference:
+    """The difference of a quantity of any shape, None on a side that has not computed it.
+
+    Args:
+        name: of the quantity.
+        fused, stock: the two sides.
+        rounded: stock, rounded otherwise (see `perturbed`), or `stock` itself, so that a few units are allowed alone.
+        unit: of rounding (see `training_unit`).
+        scale: what differences are relative to; by default, what stock has computed.
+        count: the difference that one flipped comparison makes, if the quantity counts comparisons.
+    """
+    if stock is None or any(x is None or x.shape != stock.shape for x in (fused, rounded)):
+        shapes = [None if x is None else list(x.shape) for x in (fused, stock)]
+        return Difference(name, detail=f"fastdpo has computed {shapes[0]}, stock {shapes[1]}")
+    size, rounding = (error(x, stock, scale=scale) for x in (fused, rounded) if x is not None)
+    allowed = run_bound(rounding, unit) if count is None else 2 * rounding + count
+    return Difference(name, size, rounding, allowed)
 
 
 def probe_bound(rounding: float) -> float:

@@ -11,7 +11,6 @@ import torch
 import fastdpo.__main__
 from fastdpo.commands.check import command, side
 from fastdpo.commands.check.command import as_json, as_text, check
-from fastdpo.commands.check.verdicts import FAILED
 from fastdpo.data.files import load_preferences
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one, unnoticed_by_probes
@@ -45,8 +44,8 @@ def dataset(tmp_path):
 
 
 def failed(report) -> set[str]:
-    assert report.ok == all(x.status != FAILED for x in report.verdicts)
-    return {x.name for x in report.verdicts if x.status == FAILED}
+    assert report.ok == all(x.is_explained for x in report.verdicts)
+    return {x.name for x in report.verdicts if not x.is_explained}
 
 
 def run_in_a_fork(program, stdout, stderr):
@@ -217,7 +216,7 @@ def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
     path = write_model(tmp_path / "model", attention_dropout=0.1)
     report = in_this_process(path, dataset, batches=1, fields=["--bf16=false", "--disable_dropout=false"])
     (fused, *_) = report.verdicts
-    assert (fused.name, fused.status) == ("every call is fused", FAILED)
+    assert (fused.name, fused.is_explained) == ("every call is fused", False)
     assert "policy stock 1" in fused.detail
     assert "attention dropout is active" in fused.detail
 
@@ -307,7 +306,8 @@ def test_one_run_at_a_time(model, dataset):
         assert not running
         running.append(name)
         result = side.measure(settings, name)
-        assert {x.numel() for batch in result["gradients"] for x in batch.values()} == {4096}
+        weights = sum(x.numel() for x in tiny_model().parameters())
+        assert 0 < sum(x.numel() for x in result["gradients"].values()) < weights / 10
         running.remove(name)
         return result
 

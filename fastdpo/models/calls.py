@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
@@ -37,6 +38,14 @@ outcomes: Counter[tuple[str, str]] = Counter()
 """What options have brought about, by (integration, outcome): "verified" counts calls that agreed with
 stock ones, "steps" optimizer steps that were cut, and "micro-batches" their parts.
 """
+
+
+def due(counts: Counter[Any], kind: Hashable) -> int:
+    """Counts a call of a kind, and returns its number if that is 1, 2, 4, 8, ...: these are compared with stock ones,
+    or with the layers. Returns 0 for others.
+    """
+    counts[kind] += 1
+    return 0 if counts[kind] & (counts[kind] - 1) else counts[kind]
 
 
 def count_tokens(integration: str, given: int, unshared: int, computed: int) -> None:

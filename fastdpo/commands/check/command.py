@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from packaging.specifiers import SpecifierSet
 
+from ...accuracy import Difference
 from ...data.files import load_preferences
 from ...integrations import patching
 from ...integrations.lines import LINES
 from ..model_names import is_reward_model
 from . import tiny
 from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
-from .verdicts import FAILED, Cost, QuantityVerdict, Run, costs, verdicts
+from .verdicts import Cost, Run, costs, verdicts
 
 RunSide = Callable[[Settings, str], Run]
 
@@ -36,7 +37,7 @@ class Report(NamedTuple):
     """
 
     title: str
-    verdicts: list[QuantityVerdict]
+    verdicts: list[Difference]
     costs: list[Cost]
     epoch: dict[str, int] | None
     ok: bool
@@ -91,7 +92,7 @@ def check(
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         rounded = run(settings, PERTURBED)
     found = verdicts(stock, patched, rounded)
-    epoch, ok = (patched["epoch"] if dataset else None), all(x.status != FAILED for x in found)
+    epoch, ok = (patched["epoch"] if dataset else None), all(x.is_explained for x in found)
     return Report(_title(settings, stock), found, costs(stock, patched), epoch, ok)
 
 
@@ -159,10 +160,9 @@ def as_text(report: Report) -> str:
     lines = [report.title, "rounding is measured by TRL with its layers rounded otherwise", ""]
     lines.append(f"{'':<7} {'relative difference':<{width}}  {'fastdpo':>8}  {'rounding':>8}  {'allowed':>8}")
     for x in report.verdicts:
-        numbers = [f"{v:8.1e}" for v in (x.fastdpo, x.stock, x.allowed) if v is not None]
-        lines.append(
-            "  ".join([f"{x.status:<7} {x.name:<{width}}", *numbers, *([x.detail] if x.detail else [])]).rstrip()
-        )
+        numbers = [f"{v:8.1e}" for v in (x.size, x.rounding, x.allowed) if v is not None]
+        columns = [f"{_status(x):<7} {x.name:<{width}}", *numbers, *([x.detail] if x.detail else [])]
+        lines.append("  ".join(columns).rstrip())
     lines += ["", f"{'':<7} {'cost':<{width}}  {'TRL':>12}  {'fastdpo':>12}  TRL / fastdpo"]
     for cost in report.costs:
         digits = 3 if cost.unit == "s" else 0
@@ -176,8 +176,15 @@ def as_text(report: Report) -> str:
     return "\n".join([*lines, "", "fastdpo agrees with TRL" if report.ok else "fastdpo does not agree with TRL"])
 
 
+def _status(x: Difference) -> str:
+    return "ok" if x.is_explained else "failed"
+
+
 def as_json(report: Report) -> str:
     fields: dict[str, Any] = report._asdict()
-    fields["verdicts"] = [x._asdict() for x in report.verdicts]
+    fields["verdicts"] = [
+        dict(name=x.name, fastdpo=x.size, stock=x.rounding, allowed=x.allowed, status=_status(x), detail=x.detail)
+        for x in report.verdicts
+    ]
     fields["costs"] = [{**x._asdict(), "ratio": x.ratio} for x in report.costs]
     return json.dumps(fields, indent=2)

@@ -141,22 +141,20 @@ class _Recorder:
 
     def __init__(self, trainer: Trainer, bar: tqdm, rewards: bool):
         self.rewards = rewards
-        policy = base_of(trainer.model, "check")
-        models = {id(x): x for x in (base_of(model, "check") for model in _models(trainer))}
+        models = _models(trainer)
         self.scores: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self.gradients: list[dict[str, Tensor]] = []
+        self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.logs: list[dict[str, float]] = []
         self.tokens = 0
-        self.counters: dict[torch.nn.Module, TokenCounter] = {
-            model: TokenCounter(backbone(model)) for model in models.values()
-        }
-        for model in models.values():
+        self.counters: dict[torch.nn.Module, TokenCounter] = {x: TokenCounter(backbone(x)) for x in models}
+        for model in models:
             model.register_forward_hook(self._keep)
-        groups = gradients.groups_of(policy)
 
         def on_pre_optimizer_step(*args: Any, **kwargs: Any) -> None:
-            named = ((name, p.grad) for name, p in policy.named_parameters() if p.grad is not None)
-            self.gradients.append(gradients.sketches(named, groups))
+            found = ((name, p.grad) for name, p in models[0].named_parameters())
+            own = {name: gradients.sketch(name, x) for name, x in found if x is not None}
+            for group, x in gradients.by_group(own, models[0]).items():
+                self.gradients[group].append(x)
 
         def on_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
             numbers = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
@@ -201,7 +199,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         recorder = _Recorder(trainer, bar, settings.rewards)
         seconds: list[float] = []
         trainer.training_step = timed(trainer.training_step, seconds)
-        policy = base_of(trainer.model, "check")
+        policy, *_ = _models(trainer)
         dtype = policy.dtype
         peak = PeakMemory()
         with peak.watched(), _perturbed(trainer) if side == PERTURBED else nullcontext():
@@ -216,14 +214,13 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "pairs": settings.batch_size,
             "beta": float(getattr(trainer.args, "beta", 1.0)),
             "scores": {name: torch.cat(x) for name, x in recorder.scores.items()},
-            "gradients": recorder.gradients,
+            "gradients": {group: torch.cat(x) for group, x in recorder.gradients.items()},
             "logs": recorder.logs,
             "calls": {f"{kind} {path}": n for (name, kind, path), n in counted.items() if name == settings.trainer},
             "reasons": sorted(reasons),
             "tokens": recorder.tokens / settings.batches,
             "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,
             "memory": peak.bytes,
-            "memory_kind": peak.kind,
             "epoch": _tokens_of_epoch(trainer, settings) if trainer.eval_dataset is not None else None,
         }
 
@@ -250,17 +247,17 @@ def _unit(trainer: Trainer, policy: PreTrainedModel) -> float:
         return training_unit(policy)
 
 
-def _models(trainer: Trainer) -> list[Any]:
-    """The policy, and the reference if there is one."""
-    return [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
+def _models(trainer: Trainer) -> list[PreTrainedModel]:
+    """The transformers models of the policy and, if it is another one, of the reference."""
+    models = trainer.model, getattr(trainer, "ref_model", None)
+    return [*dict.fromkeys(base_of(x, "check") for x in models if x is not None)]
 
 
 @contextmanager
 def _perturbed(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for model in _models(trainer):
-            base = base_of(model, "check")
-            stack.enter_context(perturbed(layers_of(base), random_rounding, _unit(trainer, base)))
+            stack.enter_context(perturbed(layers_of(model), random_rounding, _unit(trainer, model)))
         yield
 
 

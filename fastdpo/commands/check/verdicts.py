@@ -12,35 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...accuracy import error, run_bound
-from ...models.examine import gradients
+from ...accuracy import Difference, run_difference
+from ...models.examine.gradients import GROUPS
 
 Run = dict[str, Any]
 """The result of `side.measure`."""
 
-OK, FAILED = "ok", "failed"
 COUNTS = ("rewards/accuracies", "accuracy", "mean_token_accuracy")
 """Metrics that count comparisons, which rounding may flip."""
-
-
-class QuantityVerdict(NamedTuple):
-    """One row of the report. Differences are relative, `||x - y|| / ||y||` over all batches.
-
-    Attributes:
-        name: what was compared.
-        fastdpo: the difference that fastdpo makes; None if the row is no comparison of numbers.
-        stock: the difference that rounding alone makes.
-        allowed: the largest difference that passes.
-        status: "ok" or "failed".
-        detail: the reason of a failure, or "".
-    """
-
-    name: str
-    fastdpo: float | None
-    stock: float | None
-    allowed: float | None
-    status: str
-    detail: str = ""
 
 
 class Cost(NamedTuple):
@@ -66,8 +45,8 @@ def costs(stock: Run, fastdpo: Run) -> list[Cost]:
     return found
 
 
-def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[QuantityVerdict]:
-    """The verdict of each quantity.
+def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Difference]:
+    """The difference of each quantity over all batches.
 
     Args:
         stock, fastdpo: the two sides.
@@ -76,57 +55,25 @@ def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[QuantityVerdict]:
     return [_fused(fastdpo), *_compared(stock, fastdpo, rounded)]
 
 
-def _fused(fastdpo: Run) -> QuantityVerdict:
+def _fused(fastdpo: Run) -> Difference:
     calls = fastdpo["calls"]
     stock = {name: n for name, n in calls.items() if not name.endswith(" fused")}
-    if calls and not stock:
-        return QuantityVerdict("every call is fused", None, None, None, OK)
     detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])
-    return QuantityVerdict("every call is fused", None, None, None, FAILED, detail)
+    return Difference("every call is fused", detail="" if calls and not stock else detail)
 
 
-def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[QuantityVerdict]:
-    unit = stock["unit"]
-    for name in dict.fromkeys(name for run in (stock, fastdpo, rounded) for name in run["scores"]):
-        values = [run["scores"].get(name) for run in (stock, fastdpo, rounded)]
-        yield _verdict(name, *values, unit=unit)
+def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Difference]:
+    sides, unit = (fastdpo, stock, rounded), stock["unit"]
+    for name in dict.fromkeys(name for run in sides for name in run["scores"]):
+        yield run_difference(name, *(run["scores"].get(name) for run in sides), unit=unit)
     names = dict.fromkeys(name for log in stock["logs"] for name in log)
     for name in sorted(names, key=lambda name: (name != "loss", name)):
-        values = [_column(run, name) for run in (stock, fastdpo, rounded)]
         label = name if name == "loss" else f"metric {name}"
-        floor = _count(stock, name) if name in COUNTS else None
-        yield _verdict(label, *values, unit=unit, scale=_scale(stock, name), floor=floor)
-    for group in gradients.GROUPS:
-        if any(group in x for x in stock["gradients"]):
-            values = [_sketches(run, group) for run in (stock, fastdpo, rounded)]
-            yield _verdict(f"gradients: {group}", *values, unit=unit)
-
-
-def _verdict(
-    name: str,
-    stock: Tensor | None,
-    fastdpo: Tensor | None,
-    rounded: Tensor | None,
-    *,
-    unit: float,
-    scale: Tensor | None = None,
-    floor: float | None = None,
-) -> QuantityVerdict:
-    """The verdict of values of any shape. With a floor, it is allowed next to the measured difference."""
-    if stock is None or fastdpo is None or rounded is None or not stock.shape == fastdpo.shape == rounded.shape:
-        shapes = [None if x is None else list(x.shape) for x in (stock, fastdpo)]
-        return QuantityVerdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
-    measured, found = (_difference(x, stock, scale) for x in (rounded, fastdpo))
-    allowed = run_bound(measured, unit) if floor is None else 2 * measured + floor
-    return QuantityVerdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
-
-
-def _difference(x: Tensor, base: Tensor, scale: Tensor | None) -> float:
-    if scale is None:
-        return error(x, base)
-    size = float(scale.norm())
-    difference = float((x - base).norm())
-    return difference / size if size else difference
+        count = _count(stock, name) if name in COUNTS else None
+        values = (_column(run, name) for run in sides)
+        yield run_difference(label, *values, unit=unit, scale=_scale(stock, name), count=count)
+    for group in (x for x in GROUPS if x in stock["gradients"]):
+        yield run_difference(f"gradients: {group}", *(run["gradients"].get(group) for run in sides), unit=unit)
 
 
 def _column(run: Run, name: str) -> Tensor | None:
@@ -157,8 +104,3 @@ def _count(run: Run, name: str) -> float:
     is_of_pairs = name != "mean_token_accuracy"
     compared = run["pairs"] if is_of_pairs else len(run["scores"]["log-probabilities of the policy"]) / batches / 2
     return 1 / compared / batches**0.5
-
-
-def _sketches(run: Run, group: str) -> Tensor:
-    empty = torch.zeros(gradients.SIZE, dtype=torch.float64, device="cpu")
-    return torch.cat([x.get(group, empty) for x in run["gradients"]])

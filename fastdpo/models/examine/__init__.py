@@ -2,7 +2,7 @@
 prior forward.
 
     support.py       what its configuration and its modules rule out
-    probe.py         a few random rows, packed and padded
+    probe.py         a few random rows (rows.py), packed and padded
     runs.py          their hidden states and gradients
     comparable.py    runs that leave the model as it was, with snapshot.py (what it holds)
     gradients.py     gradients in a form that is small enough to keep

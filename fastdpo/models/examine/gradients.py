@@ -1,30 +1,28 @@
-"""Gradients of a model in a form that is small enough to keep: one sketch per parameter, or per group of parameters.
+"""Gradients of a model in a form that is small enough to keep: a sketch of each parameter's.
 
-The sketch of a gradient [..., D] is the sum of its rows with random signs, [D]. That of a group has SIZE sums of the
-elements of its parameters' sketches with random signs, in which element i of a parameter is part of sum `(i + k) mod
-SIZE`. The signs and k depend on the parameter's name alone. A sketch is linear, so the sketch of a difference is the
-difference of the sketches, and the expected value of its squared norm is that of the gradient (AMS sketch: Alon, Matias
-and Szegedy 1996; in buckets: Charikar, Chen and Farach-Colton 2002). The relative standard deviation of a norm is about
-`1 / sqrt(2 r)` for a gradient of rank r with equal singular values.
+The sketch of a gradient [..., D] is the sum of its rows with random signs, [D], which depend on the parameter's name
+alone. It is linear, so the sketch of a difference is the difference of the sketches, and the expected value of its
+squared norm is that of the gradient (AMS sketch: Alon, Matias and Szegedy 1996). The relative standard deviation of a
+norm is about `1 / sqrt(2 r)` for a gradient of rank r with equal singular values.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.devices import accumulation_dtype
+from ..ranks.sharding import local_shard
 from ..reward_head import CLASSIFIER_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SIZE = 4096
 PIECE = 1 << 24
 """Number of elements of a gradient that are sketched at once."""
 
@@ -51,24 +49,45 @@ def groups_of(model: PreTrainedModel) -> dict[str, str]:
     return groups
 
 
-def sketches(gradients: Iterable[tuple[str, Tensor]], groups: dict[str, str]) -> dict[str, Tensor]:
-    """The sketches of gradients by group.
+def sketches(
+    output: Tensor, upstream: Tensor, parameters: dict[str, nn.Parameter], *others: Tensor
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Sketches of the gradients of parameters, by their names, and gradients of other tensors.
+
+    A gradient is sketched as soon as it is computed and then let go. Accumulated gradients do not change.
 
     Args:
-        gradients: gradients of any shape and device with the names of their parameters.
-        groups: of the parameters by name.
-
-    Returns:
-        A float64 tensor [SIZE] on the CPU for each group with a gradient.
+        output: of any shape.
+        upstream: its gradient.
+        parameters: by name.
+        others: further tensors, whose gradients are returned as they are, None for one that the output ignores.
     """
-    totals: dict[str, Tensor] = {}
-    for name, gradient in gradients:
-        total = totals.setdefault(groups[name], torch.zeros(SIZE, dtype=torch.float64, device="cpu"))
-        columns = sketch(name, gradient.detach())
-        signed = columns * _signs(len(columns), f"columns of {name}")
-        buckets = nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
-        total += buckets.roll(_seed(name) % SIZE)  # so that small parameters do not share sums
-    return {group: totals[group] for group in GROUPS if group in totals}
+    found: dict[str, Tensor] = {}
+
+    def reduce(name: str, gradient: Tensor) -> Tensor:
+        found[name] = sketch(name, local_shard(gradient.detach()))
+        return gradient.new_zeros(()).expand_as(gradient)
+
+    handles = [x.register_hook(functools.partial(reduce, name)) for name, x in parameters.items()]
+    try:
+        results = torch.autograd.grad(output, [*parameters.values(), *others], upstream, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, [*results[len(parameters) :]]
+
+
+def by_group(sketched: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The sketches of all trained parameters of each group with a gradient, one behind the other. A parameter without
+    one has zeros.
+    """
+    groups, parts = groups_of(model), dict[str, list[Tensor]]()
+    for name, x in model.named_parameters():
+        if x.requires_grad:
+            empty = torch.zeros(x.shape[-1] if x.dim() > 1 else x.numel(), device="cpu")
+            parts.setdefault(groups[name], []).append(sketched.get(name, empty))
+    present = {groups[name] for name in sketched}
+    return {group: torch.cat(parts[group]) for group in GROUPS if group in present}
 
 
 def sketch(name: str, gradient: Tensor) -> Tensor:
@@ -85,19 +104,10 @@ def sketch(name: str, gradient: Tensor) -> Tensor:
     if gradient.dim() < 2:
         return gradient.to(dtype).flatten().cpu()
     rows = gradient.flatten(0, -2)
-    signs = _signs(len(rows), name).to(rows.device, dtype)
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows.device, dtype) * 2 - 1
     size = max(1, PIECE // max(1, rows.shape[1]))
     return torch.stack([s @ x.to(dtype) for s, x in zip(signs.split(size), rows.split(size), strict=True)]).sum(0).cpu()
-
-
-def _signs(n: int, name: str) -> Tensor:
-    """[n] 1.0 and -1.0, the same for each call with a name."""
-    generator = torch.Generator("cpu").manual_seed(_seed(name))
-    return torch.randint(2, (n,), generator=generator, device="cpu").float() * 2 - 1
-
-
-def _seed(name: str) -> int:
-    return zlib.crc32(name.encode())
 
 
 def _group(name: str, module: nn.Module, is_head: bool) -> str:

@@ -8,7 +8,6 @@ and backward passes that depend on more than the gradients that they are given.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,28 +25,18 @@ from ..parts import attention_window, backbone, logit_transform, text_config
 from ..ranks.sharding import is_sharded, shared_reason
 from ..reward_head import RewardHead
 from .comparable import is_quantized, undisturbed
+from .rows import ALIKE, LONGEST, SHORTEST_BRANCH, TOKENS, Rows, random_rows, special_ids_of
 from .runs import Run, differentiable, gradient_difference, least_unit, run_backbone
 from .snapshot import restored
 from .support import has_own_code, rope_reason
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 LONGEST_PROBE = 8192
 """Up to this window in tokens, rows that are longer than the window are run. A longer window is
 trusted once it has been passed to the attention.
 """
-
-LONGEST = 24
-"""Number of tokens of the longest prefix of the rows whose gradients are compared."""
-
-SHORTEST_BRANCH = 7
-
-ALIKE = 240
-"""Number of tokens of a row that repeats one: three quarters of all, and evenly divided into most numbers of groups."""
-
-TOKENS = 5 + (SHORTEST_BRANCH + 9 + 8) + LONGEST + (11 + 14)
-"""Number of tokens of the packed rows, those of windows and of the row of equal tokens left out."""
 
 LONG = 8192
 """Number of tokens up to which ranks that run a model with code of its own together examine it at once."""
@@ -63,9 +52,6 @@ LeftPadding = Literal["ignored", "counted", "seen"]
 """How padding on the left changes the hidden states of a row: not at all, as those of a model with rotary embeddings;
 because the model's own positions count it, as those of GPT-2; or in another way.
 """
-
-Rows = Callable[[int, int, bool, int], tuple[Tensor, Tensor, Tensor]]
-"""Makes rows of a probe (see `_rows`)."""
 
 NONDETERMINISTIC = 1024
 """By how many units of rounding two runs of the same batch may differ, since kernels add up in different orders."""
@@ -108,20 +94,20 @@ def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[in
         special_ids: of tokens that the rows hold next to random ones and to those that the configuration names.
     """
     window = attention_window(text_config(model))
-    rows: Rows = functools.partial(_rows, text_config(model), None)
-    if has_own_code(model):
-        rows = functools.partial(_rows, text_config(model), _special_ids(model, special_ids))
+    specials = special_ids_of(model, special_ids) if has_own_code(model) else None
+    rows = functools.partial(random_rows, text_config(model), specials)
     with torch.inference_mode(False):
         trains = _trains(model)
         result = _probe_padding(model, device, rows, gradients=trains or _may_be_differentiated(model))
         if not trains and result.unsupported_reason is not None and result.unsupported_reason.name == "cannot-run":
             result = _probe_padding(model, device, rows, gradients=False)  # kernels for inference have no backward pass
-        if result.unsupported_reason is None and window is not None and LONGEST - 8 < window <= LONGEST_PROBE:
-            longer = _probe_rows(model, device, rows, window + 8, gradients=False)
-            result = result._replace(unsupported_reason=longer.unsupported_reason)
-        if result.unsupported_reason is None and is_sharded(model) and has_own_code(model):
-            longer = _probe_rows(model, device, rows, LONGEST, gradients=False, copies=LONG // TOKENS + 1)
-            result = result._replace(unsupported_reason=longer.unsupported_reason)
+        further = [(window + 8, 1)] if window is not None and LONGEST - 8 < window <= LONGEST_PROBE else []
+        if specials is not None and is_sharded(model):
+            further.append((LONGEST, LONG // TOKENS + 1))
+        for longest, copies in further:
+            if result.unsupported_reason is None:
+                longer = _probe_rows(model, device, rows, longest, gradients=False, copies=copies)
+                result = result._replace(unsupported_reason=longer.unsupported_reason)
     return result
 
 
@@ -349,57 +335,6 @@ def _unexplained_error(
 
 def _rounded(x: Any, unit: float) -> Any:
     return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _special_ids(model: PreTrainedModel, given: Sequence[int]) -> list[int]:
-    """Ids of special tokens of a text: those that are given, and those that the configuration names, but for padding.
-    Those of images stand for what rows of a probe do not have.
-    """
-    config, entries = text_config(model), (vars(x).items() for x in (text_config(model), model.config))
-    named = {
-        name: x for name, x in itertools.chain.from_iterable(entries) if name.endswith(("_token_id", "_token_index"))
-    }
-    of_text = ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id")
-    others = {x for name, x in named.items() if name not in of_text and isinstance(x, int)}
-    listed = [x for name in of_text for x in _listed(named.get(name))]
-    ids = dict.fromkeys((*listed, *given))
-    return [x for x in ids if x not in others and 0 <= x < config.vocab_size]
-
-
-def _listed(x: Any) -> list[int]:
-    return [] if x is None else [*x] if isinstance(x, list | tuple) else [x]
-
-
-def _rows(
-    config: PretrainedConfig, special_ids: list[int] | None, longest: int, alike: int, padded_left: bool, copies: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [R, L], groups [R], in each copy: three short rows with one prefix, which may be padded on the left,
-    and two long rows with another, of `longest` tokens. If there are special ids, these rows hold them, too, and there
-    is a row of `alike` equal tokens, which may all go to the same expert.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(n: int) -> Tensor:
-        drawn = torch.randint(config.vocab_size, (n,), generator=generator, device="cpu")
-        for place, special in zip(range(1, n, 3), itertools.cycle(special_ids or ()), strict=False):
-            drawn[place] = special
-        return drawn
-
-    rows, groups_of_rows = [], []
-    for group in range(2 * copies):
-        prefix, branches = (tokens(longest), (11, 14)) if group % 2 else (tokens(5), (SHORTEST_BRANCH, 9, 8))
-        rows += [torch.cat([prefix, tokens(n)]) for n in branches]
-        groups_of_rows += len(branches) * [group]
-    if special_ids is not None:
-        rows.append(tokens(1).repeat(alike))
-        groups_of_rows.append(2 * copies + 1)
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths, groups = torch.tensor([[len(row) for row in rows], groups_of_rows], device="cpu")
-    mask = (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long()
-    for row, length in enumerate(lengths.tolist()):
-        if padded_left and groups[row] % 2 == 0:
-            ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)
-    return ids, mask, groups
 
 
 def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reason | None:

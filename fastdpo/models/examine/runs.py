@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from ...accuracy import floor, gradient_bound
 from ...reasons import Reason
 from ..parts import backbone
-from ..ranks.sharding import local_shard, parameters_of_run
+from ..ranks.sharding import parameters_of_run
 from .comparable import is_quantized
-from .gradients import sketch
+from .gradients import sketches
 from .snapshot import restored
 
 if TYPE_CHECKING:
@@ -40,11 +39,13 @@ class Run(NamedTuple):
         states: hidden states of scored positions, [M, D].
         gradients: those of a weighted sum of the states, as sketches by the names of the parameters.
         changed: names of what the modules keep that the run has changed (see `snapshot.restored`).
+        dtypes: of the states and of what was differentiated by.
     """
 
     states: Tensor
     gradients: dict[str, Tensor]
     changed: list[str]
+    dtypes: set[torch.dtype]
 
 
 def run_backbone(
@@ -68,13 +69,17 @@ def run_backbone(
         with passing():
             states = backbone(model)(**inputs).last_hidden_state.flatten(0, 1).to(index.device)[index]
         if weight is None:
-            return Run(states.detach(), {}, changed)
+            return Run(states.detach(), {}, changed, {states.dtype})
         leaves = {name: x for name, x in parameters.items() if x.requires_grad and model.training}
         random = torch.randn(states.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        upstream = (weight * random).to(states)
         with passing():
-            gradients = _sketches(states, upstream, leaves, embedded[0], inputs["input_ids"])
-        return Run(states.detach(), gradients, changed)
+            gradients, (last,) = sketches(states, (weight * random).to(states), leaves, embedded[0])
+        if last is not None:  # tokens that rows share are stored once, so what equal ids get is added up
+            sums = last.new_zeros(BUCKETS, last.shape[-1], dtype=torch.float32)
+            sums.index_add_(0, inputs["input_ids"].flatten() % BUCKETS, last.flatten(0, -2).float())
+            gradients[EMBEDDED] = sums.flatten().cpu()
+        dtypes = {x.dtype for x in (states, embedded[0], *leaves.values())}
+        return Run(states.detach(), gradients, changed, dtypes)
 
 
 @contextmanager
@@ -101,32 +106,6 @@ def differentiable(model: PreTrainedModel, gradients: bool) -> Iterator[list[Ten
             yield embedded
     finally:
         handle.remove()
-
-
-def _sketches(
-    states: Tensor, upstream: Tensor, parameters: dict[str, nn.Parameter], embedded: Tensor, ids: Tensor
-) -> dict[str, Tensor]:
-    """Sketches of the gradients of parameters, by name, and of the embeddings' output, given those of the states.
-
-    A gradient is sketched as soon as it is computed and then let go. Accumulated gradients do not change.
-    """
-    found: dict[str, Tensor] = {}
-
-    def reduce(name: str, gradient: Tensor) -> Tensor:
-        found[name] = sketch(name, local_shard(gradient.detach())).to(gradient.dtype)
-        return gradient.new_zeros(()).expand_as(gradient)
-
-    handles = [x.register_hook(functools.partial(reduce, name)) for name, x in parameters.items()]
-    try:
-        (*_, last) = torch.autograd.grad(states, [*parameters.values(), embedded], upstream, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if last is not None:  # tokens that rows share are stored once, so what equal ids get is added up
-        sums = last.new_zeros(BUCKETS, last.shape[-1], dtype=torch.float32)
-        sums.index_add_(0, ids.flatten() % BUCKETS, last.flatten(0, -2).float())
-        found[EMBEDDED] = sums.flatten().to(last.dtype).cpu()
-    return found
 
 
 def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, least: float) -> Reason | None:
@@ -157,12 +136,12 @@ def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, leas
 
 
 def least_unit(model: PreTrainedModel, run: Run) -> float:
-    """The unit of rounding of a model's least precise layers, as far as gradients, states and parameters tell.
+    """The unit of rounding of a model's least precise layers, as far as states and parameters tell.
 
     Rounding is an event there that a small perturbation of float32 states need not cause.
     """
     parameters = [*model.parameters()]
-    dtypes = {x.dtype for x in (run.states, *run.gradients.values(), *parameters) if not is_quantized(x)}
+    dtypes = run.dtypes | {x.dtype for x in parameters if not is_quantized(x)}
     if any(map(is_quantized, parameters)):  # they are multiplied in half precision
         dtypes.add(torch.bfloat16)
     return max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...accuracy import run_bound, training_unit
 from ...logs import logger, report
 from ...reasons import Reason
-from ..calls import calls
+from ..calls import calls, due
 from ..examine.comparable import forked_random_state, without_trace
 from ..examine.snapshot import restored
 from . import pace
@@ -257,9 +257,8 @@ class Graphs:
         the layers run from now on.
         """
         gradients = bool(recording.segments)
-        basis.replays[gradients] += 1
-        replay = basis.replays[gradients]
-        if replay & (replay - 1):
+        replay = due(basis.replays, gradients)
+        if not replay:
             return True
         try:
             with (
