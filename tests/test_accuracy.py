@@ -67,6 +67,32 @@ def test_a_bound_is_not_met_by_nan():
         assert_as_accurate_as(torch.tensor([NAN]), torch.ones(1), torch.ones(1))
 
 
+ONES = torch.ones(4)
+DIFFERENCES = {
+    "rounding": (ONES * 1.004, ONES * 1.001, {}, True),
+    "more than rounding": (ONES * 1.01, ONES * 1.001, {}, False),
+    "NaN": (torch.tensor([NAN, 1.0, 1.0, 1.0]), ONES * 1.001, {}, False),
+    "a small difference of large numbers": (ONES * 1.01, ONES * 1.001, dict(scale=1e5 * ONES), True),
+    "one flipped comparison": (ONES * 1.01, ONES, dict(count=0.01), True),
+    "two flipped comparisons": (ONES * 1.02, ONES, dict(count=0.01), False),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_what_rounding_explains(name):
+    fused, rounded, options, explained = DIFFERENCES[name]
+    found = accuracy.run_difference("x", fused.double(), ONES.double(), rounded.double(), 2.0**-23, **options)
+    assert found.is_explained == explained
+    assert str(found).startswith("x by ")
+
+
+@pytest.mark.parametrize("sides", [(None, ONES, ONES), (ONES, None, ONES), (ONES[:2], ONES, ONES), (ONES, ONES, None)])
+def test_what_one_side_has_not_computed_is_not_explained(sides):
+    found = accuracy.run_difference("x", *sides, 2.0**-7)
+    assert not found.is_explained
+    assert str(found).startswith("x: fastdpo has computed ")
+
+
 def test_a_fixed_perturbation_draws_no_random_numbers_and_changes_each_entry_by_one_unit():
     before, x = torch.get_rng_state(), torch.linspace(1, 2, 100)
     rounded = accuracy.fixed_rounding(x, 2.0**-10)
