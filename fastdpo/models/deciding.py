@@ -69,7 +69,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     else:
         found = functools.partial(_route, model, fused, args, kwargs)
         route = splitting.agreed(found, fused, kwargs.get("input_ids"), device_of(model, args, kwargs))
-    if route.reason is None:
+    if route.reason is None and fused.is_audited:
         reason = audit(model, fused, route.batch, args, kwargs)
         if reason is not None:
             fused.lasting_reason = reason

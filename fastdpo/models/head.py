@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
-from .identity.attachments import HOOKS, hooks_of, is_hook_of_engine
-from .identity.functions import inner_function, module_of, name_of
+from .identity.functions import HOOKS, hooks_of, inner_function, is_hook_of_engine, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from . import attention, calls, head, pickling
 from .examine.probe import LeftPadding, ProbeResult
 from .examine.support import has_own_code
 from .identity import harmless
-from .identity.attachments import hooks_of, of_users
+from .identity.functions import hooks_of, of_users
 from .identity.structure import Structure
 from .mixers import finding
 from .parts import backbone, logit_transform, rope_limit, text_config, vocabulary_of
@@ -326,6 +326,12 @@ class FusedForward:
     def probe_result(self) -> ProbeResult | None:
         """Of the model as it is; None before its first call."""
         return self.verdict and self.verdict.result
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether calls are compared with those of the prior forward (see `examine.verification`)."""
+        asked = self.options.verify or bool(self.options.newer)
+        return self.verdict is not None and (asked or self.verdict.is_audited)
 
     def is_random(self, model: PreTrainedModel) -> bool:
         """Whether training is random. The probe misses dropout in an adapter whose weights are still zero."""

@@ -176,7 +176,7 @@ def computing_loss(trainer: Any, state: TrainerState, models: list[Any], inputs:
     passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
     with (
         labels_from(inputs.get("completion_mask") if passes else None, inputs["input_ids"]),
-        of_all_ranks(trainer.accelerator),
+        nullcontext() if trainer.accelerator.num_processes == 1 else of_all_ranks(trainer.accelerator),
     ):
         yield
 

@@ -83,6 +83,7 @@ class ProbeResult(NamedTuple):
 def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[int] = ()) -> ProbeResult:
     """Compares packed with padded rows of a model that is switched to packed attention, in the mode that it is in.
 
+    The functions of its mixers are compared first, since rows tell little of them (see `function_probe`).
     Groups of rows are run, one of them padded on the left, as far as the model ignores that. The rows are the same
     in every process, so that ranks that run the model together come to the same result. Gradients are compared as well:
     those of the embeddings' output and, in training mode, of the parameters that are trained. If the model's attention
@@ -93,6 +94,12 @@ def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[in
         device: of its inputs.
         special_ids: of tokens that the rows hold next to random ones and to those that the configuration names.
     """
+    with undisturbed(model, device):
+        if function_probe.refuse_wrong_kernels(model, device):
+            attention.switch(model)
+        reason = shared_reason(model, function_probe.unsupported_reason(model, device))
+    if reason is not None:
+        return ProbeResult(reason)
     window = attention_window(text_config(model))
     specials = special_ids_of(model, special_ids) if has_own_code(model) else None
     rows = functools.partial(random_rows, text_config(model), specials)
@@ -177,8 +184,6 @@ def _compare(
 ) -> tuple[Reason | None, attention.Witness]:
     device = padded["input_ids"].device
     unit = product_unit(device)
-    if function_probe.refuse_wrong_kernels(model, device):
-        attention.switch(model)
     (_, length), width = layout.padded_shape, layout.output_shape[1]
     scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
     weight = 1.0 if gradients else None
@@ -212,7 +217,7 @@ def _compare(
     random = _worst_error(layout, again.states, found.states, starts)
     if random > min(allowed, NONDETERMINISTIC * least):  # noise has made `allowed` larger
         return Reason("unknown-randomness", model=name), recorded
-    reason = _missed_layout(model, recorded) or function_probe.unsupported_reason(model, device)
+    reason = _missed_layout(model, recorded)
     if reason is not None:
         return reason, recorded
     error = max(_worst_error(layout, x.states, own.states, starts) for x in (found, expected))

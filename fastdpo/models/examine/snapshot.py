@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..identity.attachments import PLAIN
 from ..identity.contents import Container, attributes_of, containers_in, copy_of, is_own, is_rotary, members_of
-from ..identity.functions import inner_function, module_of
+from ..identity.functions import PLAIN, inner_function, module_of
 from ..identity.harmless import CODE, is_of
 from .comparable import is_quantized
 

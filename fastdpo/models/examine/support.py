@@ -14,8 +14,17 @@ from torch import nn
 from ...reasons import Reason
 from .. import attention
 from ..head import head_of
-from ..identity.attachments import HOOKS, hooks_of, hooks_of_every_module, of_users
-from ..identity.functions import Code, forwards_of, inner_function, module_of, name_of
+from ..identity.functions import (
+    HOOKS,
+    Code,
+    forwards_of,
+    hooks_of,
+    hooks_of_every_module,
+    inner_function,
+    module_of,
+    name_of,
+    of_users,
+)
 from ..identity.harmless import CODE, FORWARD_WRAPPERS, HOOKING, is_of
 from ..mixers import finding
 from ..parts import PASSING, language_model, modules_around, rope_limit, text_config

@@ -76,10 +76,7 @@ def audit(
     Raises:
         VerificationError: they differ, and `verify` was asked for.
     """
-    options, kind, verdict = fused.options, fused.kind_of_call(model), fused.verdict
-    if verdict is None or not (options.verify or options.newer or verdict.is_audited):
-        return None
-    is_shared = verdict.key.is_sharded
+    options, kind, is_shared = fused.options, fused.kind_of_call(model), is_sharded(model)
     if (batch is None and not is_shared) or options.sequence_group is not None:
         return None
     call = calls.due(fused.audited, (kind, torch.is_grad_enabled()))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import harmless
-from .attachments import PLAIN
+from .functions import PLAIN
 
 INTERNAL = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict()), "forward"})
 """Names of the attributes that each module, and each dictionary of parameters, has by itself, and that of a forward,

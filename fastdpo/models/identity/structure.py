@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from .. import attention, head
 from ..parts import text_config
 from ..ranks.sharding import is_sharded
-from .attachments import HOOKS, PLAIN, has_additions, hook_identities, hooks_of, hooks_of_every_module, identity_of
 from .contents import (
     Container,
     attributes_of,
@@ -36,7 +35,18 @@ from .contents import (
     is_rotary,
     plain_members,
 )
-from .functions import Code, is_named_hook, name_of
+from .functions import (
+    HOOKS,
+    PLAIN,
+    Code,
+    has_additions,
+    hook_identities,
+    hooks_of,
+    hooks_of_every_module,
+    identity_of,
+    is_named_hook,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,15 @@ from torch import nn
 
 from ....logs import logger
 from ....models.examine.support import rope_reason
-from ....models.identity.attachments import hooks_of, hooks_of_every_module, is_hook_of_engine, of_users
-from ....models.identity.functions import module_of, name_of, wrapped_in
+from ....models.identity.functions import (
+    hooks_of,
+    hooks_of_every_module,
+    is_hook_of_engine,
+    module_of,
+    name_of,
+    of_users,
+    wrapped_in,
+)
 from ....models.identity.harmless import is_of
 from ....models.parts import find_base
 from ...bypass import is_overridden
