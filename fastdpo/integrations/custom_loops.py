@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
+from ..models.batch import Call
 from ..models.calls import calls
 from ..models.identity.functions import module_of
 from ..models.parts import base_of, input_device_of, text_config, unknown_wrapper
 from ..models.ranks import splitting
 from ..models.ranks.sequence_group import SequenceGroup
 from ..models.running import Compile
-from ..models.scoring import targets_of_call
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.devices import is_transformed
 from ..ops.head.results import requested_statistics, statistic_names
@@ -216,7 +216,7 @@ def _score(
     require_arguments(model, kwargs, inspect.signature(prepare).parameters)
     shifted = fused.options.shifted or labels is None
     batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
-    targets, called_before = targets_of_call(batch), calls.total()
+    targets, called_before = Call.of(batch).batch.targets, calls.total()
 
     def of_logits(called: Any) -> ScoredRows:
         if calls.total() == called_before:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..models import images
+from ..models.batch import IMAGE_ARGUMENTS
 from ..models.parts import input_device_of, modules_around, text_config
 from ..packing import IGNORE_INDEX
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OP = "score"
 
-KNOWN = {"position_ids", "output_router_logits", "num_items_in_batch", *images.ARGUMENTS}
+KNOWN = {"position_ids", "output_router_logits", "num_items_in_batch", *IMAGE_ARGUMENTS}
 """Arguments of a model that do not change what it returns, whether its class has them or not."""
 
 OF_OUTPUT = {

@@ -30,6 +30,23 @@ from .state import FusedForward, Groups, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
+"""Arguments that a model's own forward does not receive when only its logits are needed."""
+
+NOT_OF_BACKBONE = {*SCORING_ARGUMENTS, "output_router_logits", "return_dict", "logits_to_keep"}
+"""Arguments of a model call that are not passed on to its backbone."""
+
+CALL_ARGUMENTS = {*NOT_OF_BACKBONE, "input_ids", "attention_mask", "position_ids", "use_cache"}
+"""Arguments of a model call that the fused forward takes or can ignore."""
+
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+OF_IMAGES = (
+    *("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids"),
+    "spatial_shapes",
+)
+IMAGE_ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
+"""Arguments of a model call that hold types of tokens [R, L], or images."""
+
 KEPT_BATCHES = 4
 """Number of batches that are at hand. A trainer may call policy and reference with two in turn, such as KTO's."""
 
@@ -111,7 +128,7 @@ def inputs_once(maker: object, sources: Sequence[Tensor], make: Callable[[], Any
     made_by = weakref.ref(maker)
     inputs = next((x.inputs for x in recent if x.was_made_of(sources, made_by)), None) or make()
     if not isinstance(inputs, Reason) and all(x.inputs is not inputs for x in recent):
-        use(PackedBatch(PaddedBatch.of_call(inputs), sources, inputs, made_by))
+        use(PackedBatch(Call.of(inputs).batch, sources, inputs, made_by))
     return inputs
 
 
@@ -167,12 +184,6 @@ class PaddedBatch(NamedTuple):
     has_positions: bool = False
 
     @classmethod
-    def of_call(cls, kwargs: Mapping[str, Any]) -> PaddedBatch:
-        """The batch in the keyword arguments of a model call."""
-        labels, has_positions = labels_of_call(kwargs), kwargs.get("position_ids") is not None
-        return cls(kwargs["input_ids"], kwargs["attention_mask"], *labels, has_positions)
-
-    @classmethod
     def of_collated(cls, inputs: Mapping[str, Any], padding: int | None = None) -> PaddedBatch | None:
         """A collated batch, with the labels that a trainer computes from its "completion_mask" if it has none. None if
         it has no entries of text.
@@ -191,6 +202,11 @@ class PaddedBatch(NamedTuple):
             labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
         return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
 
+    @property
+    def targets(self) -> Tensor:
+        """The target of each position, [R, W]."""
+        return self.labels if self.shifted else self.labels[:, 1:]
+
     def pack(self, form: Form) -> Layout:
         """A new layout of the batch.
 
@@ -202,6 +218,45 @@ class PaddedBatch(NamedTuple):
         if form.groups == "pairs" and rows and rows % 2 == 0:
             groups = torch.arange(rows, device="cpu") % (rows // 2)
         return packing.pack(*self[:3], shifted=self.shifted, **{**form._asdict(), "groups": groups})
+
+
+class Call(NamedTuple):
+    """A call of a model. Its arguments are read once, and all that decides, examines or runs it asks here.
+
+    Attributes:
+        args, kwargs: as they were given.
+        batch: its rows. A tensor that was not given is None.
+        routes: whether it asks for router logits; None if it does not say.
+        of_tokens: types of tokens, [R, L] each.
+        of_images: images, of any shape, those of the first half of the rows first.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    batch: PaddedBatch
+    routes: bool | None
+    of_tokens: dict[str, Any]
+    of_images: dict[str, Any]
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any], args: tuple = ()) -> Call:
+        shifted = kwargs.get("shift_labels") is not None
+        tensors = map(kwargs.get, ("input_ids", "attention_mask", "shift_labels" if shifted else "labels"))
+        batch: Any = PaddedBatch(*tensors, shifted, kwargs.get("position_ids") is not None)
+        routes = kwargs.get("output_router_logits")
+        names = ((), ()) if CALL_ARGUMENTS.issuperset(kwargs) else (OF_TOKENS, OF_IMAGES)
+        images = ({name: kwargs[name] for name in each if kwargs.get(name) is not None} for each in names)
+        return cls(args, kwargs, batch, None if routes is None else bool(routes), *images)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.of_tokens or self.of_images)
+
+    @property
+    def padded_inputs(self) -> dict[str, Any]:
+        """The keyword arguments of the backbone for the padded batch."""
+        given = {name: x for name, x in self.kwargs.items() if x is not None and name not in NOT_OF_BACKBONE}
+        return given | {"use_cache": False}
 
 
 class PackedBatch:
@@ -251,12 +306,6 @@ class PackedBatch:
     def _present_versions(self) -> list[object]:
         """Tensors of inference mode have none. They are taken to change all the time."""
         return [object() if x.is_inference() else x._version for x in (*self.padded[:3], *self.sources)]
-
-
-def labels_of_call(kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The labels in the keyword arguments of a model call, or None, and whether they came as `shift_labels`."""
-    shifted = kwargs.get("shift_labels") is not None
-    return kwargs.get("shift_labels" if shifted else "labels"), shifted
 
 
 def count_real_tokens(position_ids: Any, attention_mask: Tensor) -> bool:

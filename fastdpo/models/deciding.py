@@ -16,7 +16,7 @@ from ..ops.devices import is_transformed
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, head, images
-from .batch import Form, PaddedBatch, count_real_tokens, labels_of_call, layout_of_call
+from .batch import CALL_ARGUMENTS, IMAGE_ARGUMENTS, Call, Form, count_real_tokens, layout_of_call
 from .examine import probe, support
 from .examine.probe import ProbeResult
 from .examine.support import has_own_code
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 
     from .identity.structure import Identity
 
-CALL_ARGUMENTS = {
-    *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"),
-    *("output_router_logits", "use_cache", "return_dict", "logits_to_keep"),
-}
-"""Arguments of a model call that the fused forward takes or can ignore."""
-
 FREE_EXAMINATIONS = 6
 """Number of times that a model is examined as soon as it has changed. It may change in each step. From then on, it is
 only audited if nothing but values has changed.
@@ -61,29 +55,29 @@ models that are switched back and forth.
 """
 
 
-def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
+def choose(model: PreTrainedModel, fused: FusedForward, call: Call) -> RunnableBatch | None:
     """How a call runs. It is audited, if that is due, and counted. None, with a logged reason, if it falls back."""
     fused.see(model)
     if fused.options.sequence_group is None:
-        route = _route(model, fused, args, kwargs)
+        route = _route(model, fused, call)
     else:
-        found = functools.partial(_route, model, fused, args, kwargs)
-        route = splitting.agreed(found, fused, kwargs.get("input_ids"), device_of(model, args, kwargs))
+        found = functools.partial(_route, model, fused, call)
+        route = splitting.agreed(found, fused, call.batch.input_ids, device_of(model, call))
     if route.reason is None and fused.is_audited:
-        reason = audit(model, fused, route.batch, args, kwargs)
+        reason = audit(model, fused, route.batch, call)
         if reason is not None:
             fused.lasting_reason = reason
             restore(model, fused)
             route = Route(None, reason)
-    fused.count(model, kwargs.get("input_ids", args[0] if args else None), route)
+    fused.count(model, call.kwargs.get("input_ids", call.args[0] if call.args else None), route)
     return route.batch
 
 
-def _route(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Route:
-    call_reason = None if fused.lasting_reason_of(model) else _call_reason(model, fused, args, kwargs)
+def _route(model: PreTrainedModel, fused: FusedForward, call: Call) -> Route:
+    call_reason = None if fused.lasting_reason_of(model) else _call_reason(model, fused, call)
     if call_reason is not None and not sharding.is_sharded(model):
         return Route(None, own=call_reason)
-    reason = model_reason(model, fused, device_of(model, args, kwargs))
+    reason = model_reason(model, fused, device_of(model, call))
     if reason is not None:
         return Route(None, reason, call_reason)
     verdict = cast(Verdict, fused.verdict)
@@ -91,21 +85,21 @@ def _route(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     own = call_reason or verdict.packing_reason
     if own is None:
         try:
-            return Route(_packed(model, fused, verdict, kwargs))
+            return Route(_packed(model, fused, verdict, call))
         except NotPackable as error:
             own = error.reason
     # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
     runs_padded = sharding.is_sharded(model) and (fused.prior_scores or call_reason is None)
-    return Route(_padded(fused, verdict, args, kwargs) if runs_padded else None, own=own)
+    return Route(_padded(fused, verdict, call) if runs_padded else None, own=own)
 
 
-def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
+def _call_reason(model: PreTrainedModel, fused: FusedForward, call: Call) -> Reason | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can."""
     if is_transformed():
         return Reason("transformed-call")
-    if args:
+    if call.args:
         return Reason("positional-arguments")
-    ids, mask, options = kwargs.get("input_ids"), kwargs.get("attention_mask"), fused.options
+    (ids, mask, labels, *_), kwargs, options = call.batch, call.kwargs, fused.options
     if ids is None or mask is None:
         return Reason("no-input-ids")
     if options.rewards:
@@ -114,9 +108,9 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
         reason = None if fused.prior_scores else support.output_reason(model)
     if reason is not None:
         return reason
-    if labels_of_call(kwargs)[0] is None:
+    if labels is None:
         return Reason("no-labels")
-    others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
+    others = options.rewards.ignored if options.rewards else IMAGE_ARGUMENTS if options.images else ()
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
     unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
     if unknown:
@@ -124,12 +118,12 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         return Reason("attention-mask", given=kind)
-    if kwargs.get("position_ids") is not None and not count_real_tokens(kwargs["position_ids"], mask):
+    if call.batch.has_positions and not count_real_tokens(kwargs["position_ids"], mask):
         return Reason("positions")
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
     reason = options.split_reason()
-    return reason if reason or CALL_ARGUMENTS.issuperset(given) else images.unsupported_reason(model, kwargs)
+    return reason or images.unsupported_reason(model, call)
 
 
 def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
@@ -142,17 +136,16 @@ def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) 
     return head.unsupported_reason(head.head_of(model), float32=options.float32_head)
 
 
-def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> RunnableBatch:
+def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call: Call) -> RunnableBatch:
     """The packed batch, of text or with images. What is not known of it since the model was examined is examined
     before it is run.
 
     Raises:
         NotPackable: the batch has no packed form.
     """
-    batch, routes, group = PaddedBatch.of_call(kwargs), verdict.routes_in(kwargs), fused.options.sequence_group
-    given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
+    batch, routes, group = call.batch, _routes(verdict, call), fused.options.sequence_group
     is_run = fused.runner.is_on(batch.input_ids.device)
-    obstacle = _obstacle(model, fused, given is not None, routes) if is_run or group is not None else None
+    obstacle = _obstacle(model, fused, call.has_images, routes) if is_run or group is not None else None
     if group is not None and obstacle is not None:
         raise NotPackable(Reason("sequence-model", model=type(model).__name__, kind=obstacle))
     if is_run:
@@ -162,16 +155,17 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
         return layout_of_call(model, fused, batch, Form(groups, store_all=routes or verdict.stores_all, tokens=tokens))
 
-    if given is None:
+    if not call.has_images:
         layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
-        packed = RunnableBatch(layout, attention.inputs_of(layout, batch.input_ids), (), verdict.configs, is_run=is_run)
-        reason = _length_reason(model, fused, packed, layout_of, kwargs) if verdict.has_own_code else None
+        inputs, how = attention.inputs_of(layout, batch.input_ids), {"routes": routes, "is_run": is_run}
+        packed = RunnableBatch(layout, inputs, (), verdict.configs, **how)
+        reason = _length_reason(model, fused, packed, layout_of, call) if verdict.has_own_code else None
     elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     else:
-        packed = images.pack(model, batch, given, layout_of)._replace(configs=verdict.configs)
-        reason = images.examined_reason(model, fused, packed, images.padded_inputs(kwargs))
+        packed = images.pack(model, call, layout_of)._replace(configs=verdict.configs, routes=routes)
+        reason = images.examined_reason(model, fused, packed, call)
     if reason is not None:
         raise NotPackable(reason)
     if group is None:
@@ -199,7 +193,7 @@ def _obstacle(model: PreTrainedModel, fused: FusedForward, has_images: bool, rou
 
 
 def _length_reason(
-    model: PreTrainedModel, fused: FusedForward, packed: RunnableBatch, layout_of: Callable[..., Layout], kwargs: dict
+    model: PreTrainedModel, fused: FusedForward, packed: RunnableBatch, layout_of: Callable[..., Layout], call: Call
 ) -> Reason | None:
     """Why a batch of a model with code of its own must be run padded, or None. Its packed states are compared with its
     padded ones if more tokens are packed than were examined: a layer may scale by the length of its batch. The tokens
@@ -212,8 +206,8 @@ def _length_reason(
         return None
     if is_sharded:
         return Reason("examined-tokens", tokens=examined, model=type(model).__name__)
-    layout, padded = layout_of(tokens=bucket), images.padded_inputs(kwargs)
-    result = probe.compare(model, layout, padded, attention.inputs_of(layout, padded["input_ids"]))
+    layout = layout_of(tokens=bucket)
+    result = probe.compare(model, layout, call.padded_inputs, attention.inputs_of(layout, call.batch.input_ids))
     if result.unsupported_reason is not None:
         fused.probe_results[key] = result
         fused.structure.forget_verdicts()
@@ -222,25 +216,30 @@ def _length_reason(
     return None
 
 
-def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:
+def _padded(fused: FusedForward, verdict: Verdict, call: Call) -> RunnableBatch | None:
     """How a call runs padded, with the fused head, next to ranks that run their packed batches. None if
     it has no labels, or if the model's own forward is to run it.
 
     The backbone gets all that the call was given, as from TRL's forward. That forward reads the weight of
     the head, so if others have added hooks to the head or replaced its forward, they do not run here either.
     """
-    labels, shifted = labels_of_call(kwargs)
+    _, mask, labels, shifted, _ = call.batch
     if labels is None or (fused.options.rewards and not fused.options.rewards.runs_padded):
         return None
-    mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    return RunnableBatch(layout, images.padded_inputs(kwargs), args, bare_head=verdict.scoring_reason is not None)
+    options = {"bare_head": verdict.scoring_reason is not None, "routes": _routes(verdict, call)}
+    return RunnableBatch(layout, call.padded_inputs, call.args, **options)
 
 
-def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:
+def _routes(verdict: Verdict, call: Call) -> bool:
+    """Whether a call asks for router logits."""
+    return verdict.routes if call.routes is None else call.routes
+
+
+def device_of(model: PreTrainedModel, call: Call) -> torch.device:
     """The device of a call's arguments."""
-    given = (kwargs.get("input_ids"), *args, *kwargs.values())
+    given = (call.batch.input_ids, *call.args, *call.kwargs.values())
     return next((x.device for x in given if isinstance(x, Tensor)), None) or model.device
 
 

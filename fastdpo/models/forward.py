@@ -21,8 +21,8 @@ from torch import nn
 
 from ..reasons import Reason
 from . import deciding, parts, pickling
+from .batch import SCORING_ARGUMENTS, Call
 from .calls import calls
-from .deciding import device_of
 from .examine import support
 from .identity.functions import autocast_of, inner_function
 from .identity.structure import Structure
@@ -30,7 +30,7 @@ from .parts import find_base, input_device_of, text_config
 from .ranks import splitting
 from .ranks.sharding import is_sharded
 from .running import Runner
-from .scoring import SCORING_ARGUMENTS, prior_output, score
+from .scoring import prior_output, score
 from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def install(
             fused.seen.add("other")
         if fused.is_awaited:
             fused.is_awaited = False
-            fused.examine(self, fused, device_of(self, args, kwargs))
+            fused.examine(self, fused, deciding.device_of(self, Call.of(kwargs, args)))
         return fused.prior_forward(*args, **kwargs)
 
     # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which
@@ -267,9 +267,10 @@ def _call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict
     rewards, given = fused.options.rewards, kwargs
     if rewards:
         kwargs = rewards.with_scored_tokens(model, kwargs)
-    batch = fused.choose(model, fused, args, kwargs)
+    call = Call.of(kwargs, args)
+    batch = fused.choose(model, fused, call)
     if batch is not None:
-        return fused.make_output(score(model, fused, batch, kwargs), kwargs)
+        return fused.make_output(score(model, fused, batch, call), kwargs)
     if rewards and rewards.every_call:  # a call of any code, which may have labels of its own
         return fused.prior_forward(*args, **given)
-    return prior_output(fused, args, kwargs)
+    return prior_output(fused, call)

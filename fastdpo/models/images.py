@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +25,15 @@ from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention
-from .batch import PaddedBatch
+from .batch import Call, PaddedBatch
 from .examine import probe
 from .examine.probe import ProbeResult
 from .mixers import finding
 from .parts import attention_window, backbone, language_model, rope_limit, text_config
-from .scoring import SCORING_ARGUMENTS
 from .state import FusedForward, RunnableBatch, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
-OF_IMAGES = (
-    *("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids"),
-    "spatial_shapes",
-)
-ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
-"""Arguments of a model call that hold images, or types of tokens [R, L]."""
-
-NOT_OF_BACKBONE = {*SCORING_ARGUMENTS, "output_router_logits", "return_dict", "logits_to_keep"}
-"""Arguments of a model call that are not passed on to its backbone."""
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
 """Entries of a configuration that hold the id of the tokens that image features are written over."""
@@ -56,106 +44,75 @@ _repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Whether the halves of a tensor are equal, next to the version of the tensor that was compared."""
 
 
-class Images(NamedTuple):
-    """The arguments of a model call that come with images.
-
-    Attributes:
-        of_tokens: [R, L] each.
-        of_images: of any shape, those of the first half of the rows first.
-    """
-
-    of_tokens: dict[str, Tensor]
-    of_images: dict[str, Tensor]
-
-    def are_repeated(self) -> bool:
-        """Whether the second half of the rows has the images of the first half, in the same order."""
-        return all(_is_repeated(x) for x in self.of_images.values())
-
-
-def images_of(kwargs: dict) -> Images | None:
-    """The arguments of a model call that come with images, or None if there are none."""
-    groups = (
-        {name: kwargs[name] for name in names if kwargs.get(name) is not None} for names in (OF_TOKENS, OF_IMAGES)
-    )
-    images = Images(*groups)
-    return images if any(images) else None
-
-
-def unsupported_reason(model: PreTrainedModel, kwargs: dict) -> Reason | None:
+def unsupported_reason(model: PreTrainedModel, call: Call) -> Reason | None:
     """Returns why the arguments of a call cannot be packed for this model, or None if they can."""
-    images = images_of(kwargs)
-    if images is None:
+    if not call.has_images:
         return None
+    given = {**call.of_tokens, **call.of_images}
     if language_model(model) is model:
-        return Reason("text-model", names=", ".join([*images.of_tokens, *images.of_images]))
-    others = [name for name in ARGUMENTS if kwargs.get(name) is not None and not isinstance(kwargs[name], Tensor)]
-    others = others or [name for name, x in images.of_tokens.items() if x.shape != kwargs["input_ids"].shape]
-    if others:
-        return Reason("image-arguments", names=", ".join(others))
-    return None
+        return Reason("text-model", names=", ".join(given))
+    others = [name for name, x in given.items() if not isinstance(x, Tensor)]
+    others = others or [name for name, x in call.of_tokens.items() if x.shape != call.batch.input_ids.shape]
+    return Reason("image-arguments", names=", ".join(others)) if others else None
 
 
-def padded_inputs(kwargs: dict) -> dict[str, Any]:
-    """The arguments of a model's backbone for a padded batch, with images or without, from those of a call."""
-    given = {name: x for name, x in kwargs.items() if x is not None and name not in NOT_OF_BACKBONE}
-    return given | {"use_cache": False}
+def are_repeated(call: Call) -> bool:
+    """Whether the second half of the rows has the images of the first half, in the same order."""
+    return all(map(_is_repeated, call.of_images.values()))
 
 
-def pack(model: PreTrainedModel, batch: PaddedBatch, images: Images, layout_of: Callable[..., Layout]) -> RunnableBatch:
+def pack(model: PreTrainedModel, call: Call, layout_of: Callable[..., Layout]) -> RunnableBatch:
     """Packs a batch. Each pair's images are run once if both rows have the same.
 
     Args:
         model: a model that is switched to packed attention.
-        batch: of the call.
-        images: in the batch.
+        call: its rows and images.
         layout_of: makes the layout of the batch, in which these `groups` of rows may share a prefix.
 
     Raises:
         NotPackable: the batch has no packed form.
     """
-    if images.of_images and placeholder(model) is None:
+    batch = call.batch
+    if call.of_images and placeholder(model) is None:
         raise NotPackable(Reason("image-placeholder"))
-    for shared in (True, False) if images.are_repeated() else (False,):
+    for shared in (True, False) if are_repeated(call) else (False,):
         layout = layout_of(groups="pairs" if shared else None)
-        if not images.of_images or _stores_placeholders_once(model, layout, batch, shared):
+        if not call.of_images or _stores_placeholders_once(model, layout, batch, shared):
             break
     else:
         raise NotPackable(Reason("image-labels"))
     inputs = attention.inputs_of(layout, batch.input_ids)
-    inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
-    inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
-    inputs["position_ids"] = positions_of(model, layout, batch, images)
-    inputs["attention_mask"] = attention_masks(model, layout, images.of_tokens, batch.attention_mask)
+    inputs |= {name: layout.pack(x) for name, x in call.of_tokens.items()}
+    inputs |= {name: x[: len(x) // 2] if shared else x for name, x in call.of_images.items()}
+    inputs["position_ids"] = positions_of(model, layout, call)
+    inputs["attention_mask"] = attention_masks(model, layout, call.of_tokens, batch.attention_mask)
     return RunnableBatch(layout, inputs, shares_images=shared)
 
 
-def examined_reason(
-    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, padded: dict[str, Any]
-) -> Reason | None:
+def examined_reason(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call) -> Reason | None:
     """Why a packed batch must be run padded, or None. The first one of each kind is examined.
 
     Args:
         model: a model that is switched to packed attention.
         fused: the state of its fused forward.
         batch: packed by `pack`.
-        padded: the `padded_inputs` of the call.
+        call: of the batch.
     """
     kind = cast(Verdict, fused.verdict).key, frozenset(batch.inputs), batch.shares_images
     result = fused.image_results.get(kind)
     if result is None:
-        result = fused.image_results[kind] = _examine(model, batch, padded)
+        result = fused.image_results[kind] = _examine(model, batch, call)
     dropout = Reason("attention-dropout") if model.training and result.attention_dropout else None
     return result.unsupported_reason or dropout
 
 
-def _examine(model: PreTrainedModel, batch: RunnableBatch, padded: dict[str, Any]) -> ProbeResult:
+def _examine(model: PreTrainedModel, batch: RunnableBatch, call: Call) -> ProbeResult:
     """Compares the packed hidden states of a batch with its padded ones, unless something rules packing out before."""
-    has_images = not padded.keys().isdisjoint(OF_IMAGES)
-    if has_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if call.of_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return ProbeResult(Reason("image-norm"))
-    if has_images and rope_limit(model) is not None:
+    if call.of_images and rope_limit(model) is not None:
         return ProbeResult(Reason("image-rope"))
-    return probe.compare(model, batch.layout, padded, batch.inputs)
+    return probe.compare(model, batch.layout, call.padded_inputs, batch.inputs)
 
 
 def _is_repeated(x: Tensor) -> bool:
@@ -188,12 +145,12 @@ def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, batch: Pad
     return bool((stored == placeholders.sum(1).view(-1, owners)).all())
 
 
-def positions_of(model: PreTrainedModel, layout: Layout, batch: PaddedBatch, images: Images) -> Tensor:
+def positions_of(model: PreTrainedModel, layout: Layout, call: Call) -> Tensor:
     """[1, T]; or [3, 1, T] by the function of a model that counts time, rows and columns."""
     compute = getattr(backbone(model), "compute_3d_position_ids", None)
     if compute is None:
         return layout.position_ids[None]
-    given = {**batch._asdict(), **images.of_tokens, **images.of_images}
+    given = {**call.batch._asdict(), **call.of_tokens, **call.of_images}
     try:
         found = compute(**{name: given.get(name) for name in inspect.signature(compute).parameters})
     except Exception as error:  # models may want other arguments here

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from .. import packing
 from ..ops.head.results import TokenLogps
 from . import attention, head
-from .batch import labels_of_call
+from .batch import SCORING_ARGUMENTS, Call
 from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict, states
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
-"""Arguments that a model's own forward does not receive when only its logits are needed."""
 
-
-def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
+def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call) -> ScoredBatch:
     """Runs the backbone on the batch and the head on its scored positions, in the autocast that the prior forward runs
     in, and restores the padded shape. Without memory, it does so again: first without kept activations, then without
     what recordings held.
@@ -30,7 +27,7 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
     with fused.autocast or nullcontext():
         while True:
             try:
-                return _score(model, fused, batch, kwargs)
+                return _score(model, fused, batch, call)
             except torch.OutOfMemoryError:  # the call is repeated out of the handler, whose error holds memory
                 if not (fused.runner.kept.release() or release_recordings(fused)):
                     raise
@@ -43,12 +40,12 @@ def release_recordings(fused: FusedForward) -> bool:
     return any(released)
 
 
-def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwargs: dict) -> ScoredBatch:
+def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call) -> ScoredBatch:
     options, layout, part = fused.options, batch.layout, batch.part
     verdict = cast(Verdict, fused.verdict)
     kept = nullcontext() if torch.compiler.is_compiling() else fused.runner.kept.keeping(model, fused, batch)
     with kept:
-        hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch, verdict.routes_in(kwargs))
+        hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch)
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
@@ -56,23 +53,21 @@ def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kw
         scored = _scored(fused, verdict.head, batch, hidden)
         results = (scored if part is None else part.results(scored))._asdict()
         logps = TokenLogps(**{name: layout.unpack(x) for name, x in results.items() if x is not None})
-    label_mask = targets_of_call(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
+    label_mask = call.batch.targets.to(logps.logps.device) != packing.IGNORE_INDEX
     return ScoredBatch(logps, label_mask, router_logits, layout.multiplicity[None])
 
 
-def _states(
-    fused: FusedForward, verdict: Verdict, batch: RunnableBatch, routed: bool
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+def _states(fused: FusedForward, verdict: Verdict, batch: RunnableBatch) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """The states [N, D] of scored positions and, if they are asked for, the router logits of each layer."""
     index, part = batch.layout.score_index, batch.part
     if batch.is_run and (hidden := fused.runner.states(verdict, batch.inputs, index)) is not None:
         return hidden, None
-    routing = {"output_router_logits": True} if routed else {}
+    routing = {"output_router_logits": True} if batch.routes else {}
     run = partial(verdict.backbone, *batch.args, **batch.inputs, **routing)
     output = run() if torch.compiler.is_compiling() else fused.runner.kept.run(run)
     states = output.last_hidden_state.flatten(0, 1)
     hidden = states.index_select(0, index) if part is None else part.scored_states(states)
-    return hidden, output.router_logits if routed else None
+    return hidden, output.router_logits if batch.routes else None
 
 
 def _scored(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
@@ -94,17 +89,11 @@ def _scored(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidde
         )
 
 
-def targets_of_call(kwargs: dict) -> Tensor:
-    """The target of each position, [R, W]."""
-    labels, shifted = labels_of_call(kwargs)
-    return labels if shifted else labels[:, 1:]
-
-
-def prior_output(fused: FusedForward, args: tuple, kwargs: dict) -> Any:
+def prior_output(fused: FusedForward, call: Call) -> Any:
     """The output of the prior forward for a call that scores: one that scores as well, or one with logits."""
     if fused.prior_scores:
-        return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
-    return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
+        return fused.prior_forward(*call.args, fused_lm_head=True, **call.kwargs)
+    return fused.prior_forward(*call.args, **{k: x for k, x in call.kwargs.items() if k not in SCORING_ARGUMENTS})
 
 
 def router_loss(config: PretrainedConfig, scored: ScoredBatch) -> Tensor | None:

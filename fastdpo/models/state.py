@@ -126,6 +126,7 @@ class RunnableBatch(NamedTuple):
         args: positional arguments of the backbone.
         configs: those that name packed attention while it runs (see `attention.run`). None of them if it is padded.
         bare_head: whether hooks and a forward that other code has given the head are left out.
+        routes: whether router logits are asked for.
         is_run: whether the runner runs the call (see `Runner.states`).
         shares_images: whether the images of each pair are run once.
         part: what this rank computes of the batch, if ranks share it. The inputs are those of its tokens.
@@ -136,6 +137,7 @@ class RunnableBatch(NamedTuple):
     args: tuple = ()
     configs: Sequence[PretrainedConfig] = ()
     bare_head: bool = False
+    routes: bool = False
     is_run: bool = False
     shares_images: bool = False
     part: Part | None = None
@@ -243,11 +245,6 @@ class Verdict(NamedTuple):
     def left_padding(self) -> LeftPadding:
         """How padding on the left changes the states of rows (see `probe.ProbeResult`)."""
         return "ignored" if self.result is None else self.result.left_padding
-
-    def routes_in(self, kwargs: dict) -> bool:
-        """Whether a call with these arguments asks for router logits."""
-        requested = kwargs.get("output_router_logits")
-        return self.routes if requested is None else bool(requested)
 
 
 @dataclass

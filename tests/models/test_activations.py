@@ -253,7 +253,7 @@ def base_of(model):
     return next(state for state in map(state_of, model.modules()) if state is not None)
 
 
-def out_of_memory(monkeypatch, calls, place=(scoring, "targets_of_call")):
+def out_of_memory(monkeypatch, calls, place=(scoring, "ScoredBatch")):
     """Has some calls of a function raise an error, by their numbers from 0. By default that of a call's end."""
     stock, count = getattr(*place), []
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.float64 import float64_throughout
 from fastdpo import packing
 from fastdpo.models import attention, images
-from fastdpo.models.batch import Form, PaddedBatch
+from fastdpo.models.batch import Call, Form
 from fastdpo.models.state import RunnableBatch
 from fastdpo.packing import NotPackable
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
@@ -18,21 +18,20 @@ MASK = (IDS != 0).long()
 LABELS = IDS.masked_fill((IDS == 0) | (torch.arange(5) < 3), packing.IGNORE_INDEX)
 
 
-def call(pixels: torch.Tensor, ids: torch.Tensor = IDS, **others) -> dict:
-    return dict(input_ids=ids, attention_mask=MASK, labels=LABELS, pixel_values=pixels, **others)
+def call(pixels: torch.Tensor, ids: torch.Tensor = IDS, **others) -> Call:
+    return Call.of(dict(input_ids=ids, attention_mask=MASK, labels=LABELS, pixel_values=pixels, **others))
 
 
 def test_images_that_were_written_to_are_compared_again():
     pixels = torch.ones(4, 3)
-    given = images.images_of(call(pixels))
-    assert given.are_repeated()
+    given = call(pixels)
+    assert images.are_repeated(given)
     pixels.data[0] = 2  # which raises no version
-    assert not given.are_repeated()
+    assert not images.are_repeated(given)
 
 
-def pack(model, kwargs: dict) -> RunnableBatch:
-    batch = PaddedBatch.of_call(kwargs)
-    return images.pack(model, batch, images.images_of(kwargs), lambda groups: batch.pack(Form(groups)))
+def pack(model, given: Call) -> RunnableBatch:
+    return images.pack(model, given, lambda groups: given.batch.pack(Form(groups)))
 
 
 @pytest.fixture

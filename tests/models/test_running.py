@@ -244,15 +244,15 @@ def test_what_fixes_a_run(speed, monkeypatch, compile):
 
 def out_of_memory_at(monkeypatch, call):
     """Has a call raise an error behind the head, once."""
-    stock, calls = scoring.targets_of_call, []
+    stock, calls = scoring.ScoredBatch, []
 
-    def targets_of_call(*args):
+    def scored_batch(*args):
         calls.append(None)
         if len(calls) == call:
             raise torch.OutOfMemoryError("planted")
         return stock(*args)
 
-    monkeypatch.setattr(scoring, "targets_of_call", targets_of_call)
+    monkeypatch.setattr(scoring, "ScoredBatch", scored_batch)
 
 
 @pytest.mark.parametrize("call", range(2, 7))

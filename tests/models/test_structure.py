@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastdpo.models import forward
+from fastdpo.models.batch import Call
 from fastdpo.models.identity.structure import Structure
 from fastdpo.models.running import compiled
 from fastdpo.models.state import ForwardOptions, state_of
@@ -192,6 +193,6 @@ def test_a_call_of_an_unchanged_model_does_not_walk_it(monkeypatch, adapter, com
 
     monkeypatch.setattr(nn.Module, "named_modules", counting)
     fused = state_of(base)
-    assert fused.choose(base, fused, (), batch) is not None
+    assert fused.choose(base, fused, Call.of(batch)) is not None
     monkeypatch.undo()
     assert len(walked) < len([*base.modules()]) / 2, "as far as to the first parts that are asked for"

@@ -28,9 +28,10 @@ from ...ops import definitions
 from ...ops.head.results import TokenLogps
 from ...reasons import Reason
 from .. import calls
+from ..batch import Call
 from ..ranks.sharding import is_sharded, shared_reason
 from ..running.pace import training
-from ..scoring import prior_output, score, targets_of_call
+from ..scoring import prior_output, score
 from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
 from . import gradients
 from .comparable import without_trace
@@ -65,9 +66,7 @@ Results = tuple[TokenLogps, dict[str, Tensor]]
 """What one side returns: results of shape [R, W], zero where nothing is scored, and other results to be compared."""
 
 
-def audit(
-    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, args: tuple, kwargs: dict
-) -> Reason | None:
+def audit(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, given: Call) -> Reason | None:
     """Compares a call that is about to run with the same call of the prior forward, if that is due.
 
     Returns why all calls go to the prior forward from now on. Ranks that run the model together, one of which may leave
@@ -87,7 +86,7 @@ def audit(
     for gradients_too in (True, False) if with_gradients else (False,):
         try:
             with restored(model), torch.set_grad_enabled(gradients_too):
-                differences = _compare(model, fused, batch, args, kwargs)
+                differences = _compare(model, fused, batch, given)
             if differences is not None:
                 break
             obstacle = obstacle or Reason("verified-checkpoints")
@@ -128,7 +127,7 @@ def audit(
 
 
 def _compare(
-    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, args: tuple, kwargs: dict
+    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | None, given: Call
 ) -> list[Difference] | None:
     """Compares one call, with gradients if they are enabled. None if checkpointing differentiates inside of the
     backward pass. A model with dropout is compared without. Parameters have no gradients meanwhile. Without a batch,
@@ -138,27 +137,27 @@ def _compare(
     if batch is None:
         with without_trace(model, leaves_out_dropout=is_random):
             for _ in range(3):
-                prior_output(fused, args, kwargs)
+                prior_output(fused, given)
         return []
-    label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
+    label_mask, scores = given.batch.targets != packing.IGNORE_INDEX, "log-probabilities"
     if fused.options.rewards:
         label_mask, scores = label_mask.any(1, keepdim=True), fused.options.rewards.scored
 
-    def outcome(score: Callable[..., Results], *call: Any) -> Outcome:
+    def outcome(score: Callable[..., Results], *fused_only: Any) -> Outcome:
         torch.manual_seed(0)
-        return _outcome(model, label_mask, scores, *score(fused, *call))
+        return _outcome(model, label_mask, scores, *score(fused, given, *fused_only))
 
     unit = training_unit(model)
     with without_trace(model, leaves_out_dropout=is_random):
         with _as_before(model, fused):
-            expected = outcome(_prior_results, args, kwargs)
+            expected = outcome(_prior_results)
         # A recording needs two batches, and is compared with the layers when it is made.
-        found = outcome(_fused_results, model, batch._replace(is_run=False), kwargs)
+        found = outcome(_fused_results, model, batch._replace(is_run=False))
         differences = _differences(label_mask, found, expected, expected, unit)
         is_shared = is_sharded(model)  # ranks run a model together equally often
         if is_shared or not all(x.is_explained for x in differences):
             with _as_before(model, fused), perturbed(layers_of(model), random_rounding, unit):
-                rounded = outcome(_prior_results, args, kwargs)
+                rounded = outcome(_prior_results)
             differences = _differences(label_mask, found, expected, rounded, unit)
         # A gradient is that of a `backward` inside of the backward pass.
         return differences if all(x.grad is None for x in model.parameters()) else None
@@ -173,20 +172,20 @@ def _how(fused: FusedForward, batch: RunnableBatch | None) -> str:
     return f" with its {layers}" if layers != "layers" else ""
 
 
-def _fused_results(fused: FusedForward, model: PreTrainedModel, batch: RunnableBatch, kwargs: dict) -> Results:
-    scored = score(model, fused, batch, kwargs)
-    return scored.logps, _other_results(fused, fused.make_output(scored, kwargs)) if fused.prior_scores else {}
+def _fused_results(fused: FusedForward, given: Call, model: PreTrainedModel, batch: RunnableBatch) -> Results:
+    scored = score(model, fused, batch, given)
+    return scored.logps, _other_results(fused, fused.make_output(scored, given.kwargs)) if fused.prior_scores else {}
 
 
-def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> Results:
+def _prior_results(fused: FusedForward, given: Call) -> Results:
     """What the prior forward computes of a batch, [R, W]."""
     options = fused.options
     if fused.prior_scores:
-        output = prior_output(fused, args, kwargs)
+        output = prior_output(fused, given)
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in options.outputs})
         return logps, _other_results(fused, output)
-    kwargs = {name: x for name, x in kwargs.items() if name != "logits_to_keep"}
-    output, targets = prior_output(fused, args, kwargs), targets_of_call(kwargs)
+    given = given._replace(kwargs={name: x for name, x in given.kwargs.items() if name != "logits_to_keep"})
+    output, targets = prior_output(fused, given), given.batch.targets
     if options.rewards:
         return TokenLogps(options.rewards.returned(output, targets != packing.IGNORE_INDEX)), {}
     logits = output.logits[:, : targets.shape[1]]

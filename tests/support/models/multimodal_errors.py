@@ -10,7 +10,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo import packing
 from fastdpo.models import attention, images
-from fastdpo.models.batch import Form, PaddedBatch
+from fastdpo.models.batch import Call, Form
 from tests.support.models.mixer_errors import largest_error, pairs, results_of
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs
@@ -36,13 +36,13 @@ def errors_on_text(model: PreTrainedModel) -> list[float]:
 def errors_on_images(model: PreTrainedModel, name: str) -> list[float]:
     """The largest errors with shared prompts and images, and without."""
     batch = batch_with_images(name)
-    padded, given, exact, errors = PaddedBatch.of_call(batch), images.images_of(batch), None, []
+    call, exact, errors = Call.of(batch), None, []
     for share in (True, False):
-        with patch.object(images.Images, "are_repeated", lambda self, share=share: share):
-            packed = images.pack(model, padded, given, lambda groups: padded.pack(Form(groups)))
+        with patch.object(images, "are_repeated", lambda call, share=share: share):
+            packed = images.pack(model, call, lambda groups: call.batch.pack(Form(groups)))
         assert packed.shares_images == share
         if exact is None:
-            exact = results_of(model, images.padded_inputs(batch), packed.layout, packed=False)
+            exact = results_of(model, call.padded_inputs, packed.layout, packed=False)
         errors.append(largest_error(results_of(model, packed.inputs, packed.layout, packed=True), exact))
     return errors
 
