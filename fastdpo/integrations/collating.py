@@ -24,6 +24,9 @@ from .replacements import temporarily
 REPLACED = ("get_train_dataloader", "_prepare_inputs")
 """Functions of a trainer that a line replaces whose batches come with their layouts."""
 
+How = tuple[Groups | None, int | None]
+"""How a batch is packed: which of its rows may share a prefix, and the id of padding in a batch of a reward model."""
+
 
 class CollatedBatch(dict[str, Any]):
     """A batch that has come with its layout.
@@ -34,29 +37,35 @@ class CollatedBatch(dict[str, Any]):
     """
 
     packed: PackedBatch | None = None
-    _how: tuple[Groups | None, int | None]
+    _how: How
 
     @classmethod
-    def of(cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None) -> CollatedBatch:
+    def of(cls, tensors: dict[str, Any], layout: Layout, how: How, padded: PaddedBatch | None = None) -> CollatedBatch:
         """A batch with its layout, on the device of both.
 
         Args:
             tensors: the batch.
             layout: of the batch.
-            groups: which of its rows may share a prefix.
-            padding: the id of padding, in a batch of a reward model.
+            how: it was packed.
+            padded: its rows, if they were made before.
         """
-        batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
+        batch, padded = cls(tensors), padded or cast(PaddedBatch, PaddedBatch.of_collated(tensors, how[1]))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
-        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding)
-        batch.packed.layouts[Form(groups)] = layout
+        batch.packed, batch._how = PackedBatch(padded, sources), how
+        batch.packed.layouts[Form(how[0])] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
         """The batch on a device, as accelerate moves it, with its layout."""
         moved = cast(dict[str, Any], send_to_device(dict(self), device, **options))
-        layout = self._present_layout()
-        return moved if layout is None else CollatedBatch.of(moved, layout.to(moved["input_ids"].device), *self._how)
+        packed, layout = self.packed, self._present_layout()
+        if packed is None or layout is None:
+            return moved
+        if not {*map(id, (*packed.padded[:2], *packed.sources))}.issubset(map(id, moved.values())):
+            return CollatedBatch.of(moved, layout.to(moved["input_ids"].device), self._how)
+        batch = CollatedBatch(moved)  # of the tensors that were collated: on the CPU, nothing is moved
+        batch.packed, batch._how = packed, self._how
+        return batch
 
     def __reduce__(self) -> tuple:
         """A layout is copied between processes: shared memory for each of its small tensors would take longer."""
@@ -64,7 +73,7 @@ class CollatedBatch(dict[str, Any]):
         if layout is None:
             return dict, (dict(self),)
         arrays = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in vars(layout).items()}
-        return _restored, (dict(self), arrays, *self._how)
+        return _restored, (dict(self), arrays, self._how)
 
     def _present_layout(self) -> Layout | None:
         """The layout, unless code that had the batch after its collation has changed it."""
@@ -73,9 +82,9 @@ class CollatedBatch(dict[str, Any]):
         return self.packed.layouts[Form(self._how[0])]
 
 
-def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
+def _restored(tensors: dict[str, Any], arrays: dict[str, Any], how: How) -> CollatedBatch:
     made: Any = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
-    return CollatedBatch.of(tensors, Layout(**made), *how)
+    return CollatedBatch.of(tensors, Layout(**made), how)
 
 
 def with_layout(batch: Any, groups: Groups | None, padding: int | None = None) -> Any:
@@ -87,7 +96,7 @@ def with_layout(batch: Any, groups: Groups | None, padding: int | None = None) -
         layout = padded.pack(Form(groups))
     except (NotPackable, TypeError, ValueError):  # the model's call says why
         return batch
-    return CollatedBatch.of(batch, layout, groups, padding)
+    return CollatedBatch.of(batch, layout, (groups, padding), padded)
 
 
 def collate(stock: Callable[[Any], Any], groups: Groups | None, padding: int | None, examples: Any) -> Any:

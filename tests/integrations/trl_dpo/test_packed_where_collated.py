@@ -76,6 +76,13 @@ def test_a_batch_comes_with_its_layout(way, packed):
         assert torch.equal(x, getattr(layout, name)) if isinstance(x, torch.Tensor) else x == getattr(layout, name)
 
 
+def test_what_a_cpu_does_not_move_is_not_made_again():
+    batch = collated()
+    assert batch.to(torch.device("cpu")).packed is batch.packed
+    pinned = as_pinned_memory(batch)
+    assert pinned.to(torch.device("cpu")).packed is not batch.packed
+
+
 CHANGES = {
     "other labels": lambda batch: dict(labels=labels_of(batch).index_fill(1, torch.tensor([3]), IGNORE_INDEX)),
     "ids that were written to": lambda batch: batch["input_ids"].add_(0) * 0,
