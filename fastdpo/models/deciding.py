@@ -123,7 +123,7 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, call: Call) -> Rea
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
     reason = options.split_reason()
-    return reason or images.unsupported_reason(model, call)
+    return images.unsupported_reason(model, call) if reason is None and call.has_images else reason
 
 
 def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:

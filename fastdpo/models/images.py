@@ -45,9 +45,7 @@ _repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def unsupported_reason(model: PreTrainedModel, call: Call) -> Reason | None:
-    """Returns why the arguments of a call cannot be packed for this model, or None if they can."""
-    if not call.has_images:
-        return None
+    """Returns why the arguments of a call with images cannot be packed for this model, or None if they can."""
     given = {**call.of_tokens, **call.of_images}
     if language_model(model) is model:
         return Reason("text-model", names=", ".join(given))
