@@ -158,8 +158,8 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call:
     if not call.has_images:
         layout = layout_of(tokens=group and group.rounded_up)
         _require_ids(layout, verdict.vocabulary)
-        inputs, how = attention.inputs_of(layout, batch.input_ids), {"routes": routes, "is_run": is_run}
-        packed = RunnableBatch(layout, inputs, (), verdict.configs, **how)
+        inputs = attention.inputs_of(layout, batch.input_ids)
+        packed = RunnableBatch(layout, inputs, (), verdict.configs, routes=routes, is_run=is_run)
         reason = _length_reason(model, fused, packed, layout_of, call) if verdict.has_own_code else None
     elif sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
@@ -228,8 +228,8 @@ def _padded(fused: FusedForward, verdict: Verdict, call: Call) -> RunnableBatch 
         return None
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    options = {"bare_head": verdict.scoring_reason is not None, "routes": _routes(verdict, call)}
-    return RunnableBatch(layout, call.padded_inputs, call.args, **options)
+    bare, routes = verdict.scoring_reason is not None, _routes(verdict, call)
+    return RunnableBatch(layout, call.padded_inputs, call.args, bare_head=bare, routes=routes)
 
 
 def _routes(verdict: Verdict, call: Call) -> bool:
