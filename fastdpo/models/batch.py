@@ -240,10 +240,11 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, kwargs: dict[str, Any], args: tuple = ()) -> Call:
-        shifted = kwargs.get("shift_labels") is not None
-        tensors = map(kwargs.get, ("input_ids", "attention_mask", "shift_labels" if shifted else "labels"))
-        batch: Any = PaddedBatch(*tensors, shifted, kwargs.get("position_ids") is not None)
-        routes = kwargs.get("output_router_logits")
+        get: Any = kwargs.get
+        shifted = get("shift_labels") is not None
+        labels = get("shift_labels" if shifted else "labels")
+        batch = PaddedBatch(get("input_ids"), get("attention_mask"), labels, shifted, get("position_ids") is not None)
+        routes = get("output_router_logits")
         names = ((), ()) if CALL_ARGUMENTS.issuperset(kwargs) else (OF_TOKENS, OF_IMAGES)
         images = ({name: kwargs[name] for name in each if kwargs.get(name) is not None} for each in names)
         return cls(args, kwargs, batch, None if routes is None else bool(routes), *images)
