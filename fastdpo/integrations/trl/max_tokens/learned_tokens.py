@@ -156,7 +156,8 @@ class LearnedTokens:
             taken = int(after.peak - min(self._used, before.used))
             fitting = fitting_tokens(self._ran, taken, after, before.used)
             hold(self.device, "micro-batches", taken, f"of up to {self._ran:,} tokens")
-            if not is_skipped:
+            is_shown = not self._is_own or after.peak > saved[2] + saved[3]  # the peak of kept activations may hide it
+            if is_shown and not is_skipped:
                 saved[1:5] = self._ran, taken, before.used, int(after.limit - before.used)
         if self._is_own:
             return
