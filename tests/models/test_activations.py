@@ -35,7 +35,7 @@ from tests.support.fuzzing import VARIABLE
 from tests.support.kernels import recorder
 from tests.support.models.families import tiny_family
 from tests.support.ref_logps import ranks
-from tests.support.stand_ins.activation_memory import Device, Simulation, drawn, least_device
+from tests.support.stand_ins.activation_memory import PROFILES, Device, Simulation, drawn, least_device, world_of
 
 WORLDS = int(os.environ.get(VARIABLE, 600)) // 10
 """10,000 in `make fuzz`."""
@@ -70,7 +70,7 @@ def simulated(world, multiple):
 def test_drawn_worlds():
     """On devices from one in which the trainer fits just so, no training runs out of memory.
 
-    Few take more than four fifths of the device: a micro-batch with fewer tokens than another one, and more of them
+    One in fifty takes more than four fifths of the device, and less than all of it: a micro-batch with fewer tokens than another one, and more of them
     that are scored, is not expected to take more.
     """
     above, repeated = [], 0
@@ -83,9 +83,32 @@ def test_drawn_worlds():
         if simulation.excess > 1e-6 * simulation.device.total:
             above.append(simulation.excess / simulation.device.total)
     print(f"above four fifths: {len(above)} of {WORLDS}, by at most {max(above, default=0):.3f}; repeated: {repeated}")
-    assert len(above) <= 0.07 * WORLDS
-    assert max(above, default=0.0) < 0.15
-    assert repeated <= 0.01 * WORLDS
+    assert len(above) <= 0.05 * WORLDS
+    assert max(above, default=0.0) < 0.2
+    assert repeated == 0
+
+
+SCHEDULES = {"2 x 8": (2, 8), "4 x 4": (4, 4), "1 x 16": (1, 16), "8 x 1": (8, 1)}
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.03])
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_at_published_lengths(schedule, profile, is_full, growth):
+    """Of a 0.5B model in bfloat16. More memory is spent where there is more, and no more than there is."""
+    sizes = dict(laws=[(0.0, 60e3, 0.0)], kinds=24 * [0], width=1.8e3, tiles=300e3 * is_full, chunk=600e6, other=70e3)
+    sizes |= dict(weights=2e9, states=4e9 * is_full, gradients=40e6 * is_full, growth=growth, is_full=is_full)
+    draw = random.Random(0)
+    world = world_of(draw, PROFILES[profile], *SCHEDULES[schedule], steps=10, **sizes)
+    runs = [simulated(world, multiple) for multiple in (1.0, 1.3, 2.0, 10.0)]
+    for run in runs:
+        assert run.excess <= 0.08 * run.device.total  # above four fifths
+        assert not run.repeated
+    layers = [sum(map(sum, run.kept[3:])) / sum(map(len, run.kept[3:])) for run in runs]
+    assert layers[0] < layers[-1]
+    assert layers[-1] > 6  # of 24, in a training of few steps, each of which may have the largest batch
+    assert len(runs[-1].micro_batches[-1]) <= (1 if schedule == "8 x 1" else SCHEDULES[schedule][1] / 2)
 
 
 def llama(**config):

@@ -81,6 +81,17 @@ Law = tuple[float, float, float]
 """Bytes by tokens t: a + b t + c t^2."""
 
 
+PROFILES = {
+    "Capybara": (1160, 1.59),
+    "HH": (186, 2.15),
+    "MetaMath": (872, 3.91),
+    "TL;DR": (416, 11.14),
+    "HelpSteer": (775, 6.34),
+    "UltraFeedback": (409, 0.42),
+}
+"""The median length of a row and the ratio of prompt and completion of published datasets."""
+
+
 def by(law: Law, tokens: float) -> float:
     return law[0] + law[1] * tokens + law[2] * tokens**2
 
