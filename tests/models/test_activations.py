@@ -70,8 +70,8 @@ def simulated(world, multiple):
 def test_drawn_worlds():
     """On devices from one in which the trainer fits just so, no training runs out of memory.
 
-    One in fifty takes more than four fifths of the device, and less than all of it: a micro-batch with fewer tokens than another one, and more of them
-    that are scored, is not expected to take more.
+    One in fifty takes more than four fifths of the device, and less than all of it: a micro-batch with fewer tokens
+    than another one, and more of them that are scored, is not expected to take more.
     """
     above, repeated = [], 0
     for seed in range(WORLDS):
