@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdpo.integrations.trl.max_tokens.learned_tokens import OwnTokens, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
 from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
 from fastdpo.models.running import activations, pace
 from fastdpo.models.running.activations import FLAG, KeptActivations, Sizes
@@ -206,15 +206,15 @@ class Layer(SimpleNamespace):
 
 
 class Trainer(SimpleNamespace):
-    """What `OwnTokens` reads of a trainer."""
+    """What `LearnedTokens` reads of a trainer."""
 
     def __init__(self) -> None:
         super().__init__(args=SimpleNamespace(), state=SimpleNamespace(global_step=0, stateful_callbacks={}))
         self.accelerator = SimpleNamespace(device=GPU, num_processes=1, optimizer_step_was_skipped=False)
 
 
-class Own(OwnTokens):
-    """Where larger micro-batches always gain."""
+class Own(LearnedTokens):
+    """Those of a trainer's own largest batch, where larger micro-batches always gain."""
 
     def _useful_tokens(self) -> int:
         return 10**12
@@ -240,7 +240,7 @@ class Simulation:
     def __init__(self, world: World, device: Device, monkeypatch: pytest.MonkeyPatch, *, spends: bool = True) -> None:
         self.world, self.device, self.spends = world, device, spends
         self.decides, self.trainer = KeptActivations("simulated"), Trainer()
-        self.own, self.has_failed = Own(self.trainer, "simulated"), False
+        self.own, self.has_failed = Own(self.trainer, "simulated", is_own=True), False
         self.layers = [Layer(**{FLAG: True}, kind=kind) for kind in world.kinds]
         known = [Sizes() for _ in world.laws]
         found = [(layer, known[layer.kind]) for layer in self.layers], False
@@ -307,7 +307,10 @@ class Simulation:
         return [planner.units(run) for run in runs]
 
     def train(self, step: int, micro_batches: list[list[int]], is_cut: bool) -> None:
+        largest = max(micro_batches, key=lambda pairs: self.world.size(step, pairs).packed)
         for i, pairs in enumerate(micro_batches):
+            if is_cut and pairs is largest:
+                self.own.begin_largest()
             is_learning = self.spends and i == len(micro_batches) - 1 and self.world.accumulation > 1
             with learning(self.own if is_learning else None):
                 self.micro_batch(step, pairs, is_cut)
