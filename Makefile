@@ -247,7 +247,7 @@ site: $(SITE)/.ready $(READY)
 	$(BIN)/python -m benchmarks.report --site out/benchmarks.md
 	$(SITE)/bin/mkdocs build
 
-SUITES ?= step hybrid evaluation precompute online kto grpo accumulated reward vision head loss attention host memory
+SUITES ?= step hybrid online kto grpo accumulated kept reward vision head loss attention host memory
 
 # With Liger, two of whose heads run on a CPU.
 bench: export PYTHONPATH := $(abspath $(LIGER)):$(PYTHONPATH)

@@ -42,8 +42,6 @@ def passes(trainer: str, workload: Record, batch: int) -> tuple[list[Row], list[
         "kto": (chosen, chosen, chosen + borrowed + borrowed),
         "rloo": (rows, rows, rows + rows),  # by the old policy, too
         "reward": (rows, rows, []),
-        "evaluation": (rows, [], rows + rows),
-        "precompute": (rows, [], rows),
     }
     return of_trainers.get(trainer, (rows, rows, rows))
 

@@ -35,8 +35,6 @@ GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
 WORK = {
     "step": "Training step",
     "hybrid": "Training step of a hybrid model",
-    "evaluation": "Evaluation step",
-    "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
     "kto": "KTO training step",
     "vision": "DPO training step with images",

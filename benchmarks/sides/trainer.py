@@ -1,4 +1,4 @@
-"""A training or evaluation step of TRL's `DPOTrainer` on prepared batches.
+"""A training step of TRL's `DPOTrainer` on prepared batches.
 
 The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 """

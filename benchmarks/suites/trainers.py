@@ -70,19 +70,6 @@ SUITES = (
         groups={architecture: {"architecture": architecture} for architecture in ARCHITECTURES},
     ),
     suite(
-        "evaluation",
-        "DPO evaluation step in TRL, 6 pairs: policy forward, reference forward, metrics",
-        "benchmarks.sides.scoring:ExactEvaluation",
-        "benchmarks.sides.scoring:EvaluationStep",
-    ),
-    suite(
-        "precompute",
-        "Precomputing reference log-probs in TRL, 12 pairs",
-        "benchmarks.sides.scoring:ExactPrecompute",
-        "benchmarks.sides.scoring:PrecomputeStep",
-        batches=2,
-    ),
-    suite(
         "online",
         "Online DPO training step in TRL without generation: policy forward and backward, reference forward",
         EXACT,

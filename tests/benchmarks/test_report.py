@@ -89,7 +89,7 @@ def test_the_history_has_the_commits_of_all_results():
 def test_a_changed_result_is_found(committed):
     """Pages follow the samples of a run: five times the time of fastdpo changes their tables."""
     before = report.page(committed, {})
-    for name in ("step", "head", "attention", "evaluation"):
+    for name in ("step", "head", "attention", "kept"):
         result = copy.deepcopy(committed[name])
         for case in result["cases"]:
             for sample in case["sides"]["fastdpo"]["samples"]:

@@ -74,8 +74,7 @@ def without_compiling(suite: Suite) -> Suite:
     [
         ("step", "full"),
         pytest.param("step", "LoRA", marks=pytest.mark.thorough),
-        ("evaluation", ""),
-        ("precompute", ""),
+        pytest.param("kept", "full", marks=pytest.mark.thorough),
         ("online", ""),
         ("kto", ""),
         pytest.param("grpo", "GRPO|RLOO", marks=pytest.mark.thorough),
