@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import fastdpo
+from fastdpo.ops import second_derivatives
 from fastdpo.ops.attention import routes
 from tests.support.documents import trained
 from tests.support.selection import each_value_once
@@ -157,6 +158,12 @@ def both(tmp_path):
 def new_plans():
     """Attention is planned anew: tests replace what plans are made of."""
     routes.forget()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradient_was_differentiated_again():
+    """A process in which one was decides nothing from then on."""
+    second_derivatives.uses.clear()
 
 
 @pytest.fixture(autouse=True)
