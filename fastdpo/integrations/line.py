@@ -40,8 +40,6 @@ from .trainer_state import TrainerState
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .trl.max_tokens.budget import Budget
-
 T = TypeVar("T")
 
 _CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
@@ -66,7 +64,7 @@ class TrainerLine:
         replaced: the functions of the class or of its module that methods of the line with these names replace. Each
             is given the stock function in front of the arguments of a call.
         rewards: how the trainer's model scores rows, if it is a reward model.
-        cutting: how `max_tokens` cuts the trainer's steps, if it can (see `trl.max_tokens.budget.Budget`).
+        cutting: the `trl.max_tokens.budget.Budget` by which `max_tokens` cuts the trainer's steps, or None.
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
         modules: the modules that may define the class, in the order in which they are tried.
         newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
@@ -82,11 +80,11 @@ class TrainerLine:
     options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
     rewards: ClassVar[RewardHead | None] = None
-    cutting: ClassVar[Budget | None] = None
+    cutting: ClassVar[Any] = None
 
     options: PatchOptions
     creating: Any = None
-    budget: Budget | None = None
+    budget: Any = None
 
     def __init__(self, name: str, modules: tuple[str, ...], newer: Collection[str] = ()):
         self.name, self.modules, self.newer = name, modules, newer

@@ -121,11 +121,19 @@ Target = str | type
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
 """The names of all trainers."""
 
+CUT_BY_MAX_TOKENS = tuple(dict.fromkeys(line.trainer for line in LINES if line.is_cut))
+"""Those that the option `max_tokens` applies to. The other options apply to all."""
+
 PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
 """Their packages."""
 
 TRAINS_WITH = {"axolotl": ("trl.DPOTrainer", "trl.RewardTrainer")}
 """Programs without trainers of their own, and the trainers that they train with, of those that are known."""
+
+
+def applies(option: str, trainer: str) -> bool:
+    """Whether an option of `patch()` applies to a trainer."""
+    return option != "max_tokens" or trainer in CUT_BY_MAX_TOKENS
 
 
 def lines_of(trainer: str) -> list[Line]:

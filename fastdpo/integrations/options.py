@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import checks
 from ..reasons import Reason
-from .lines import LINES
 
 if TYPE_CHECKING:
     from ..models.running import Compile
-
-CUT_BY_MAX_TOKENS = tuple(dict.fromkeys(line.trainer for line in LINES if line.is_cut))
-"""The trainers that `max_tokens` applies to. The other options apply to all."""
 
 
 class PatchOptions(NamedTuple):
@@ -51,11 +47,6 @@ def require_compile(op: str, value: object) -> None:
     """Raises TypeError unless a value is one of the option `compile`."""
     is_valid = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
     checks.require(is_valid, op, "compile", 'be True, False or "auto"', repr(value), error=TypeError)
-
-
-def applies(option: str, trainer: str) -> bool:
-    """Whether an option applies to a trainer."""
-    return option != "max_tokens" or trainer in CUT_BY_MAX_TOKENS
 
 
 def liger_reason(config: Any) -> Reason | None:

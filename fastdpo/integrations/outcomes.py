@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..models.calls import calls_line, outcomes
 from . import patching
-from .options import applies
+from .lines import applies
 
 
 def line(trainer: str) -> str | None:

@@ -18,8 +18,8 @@ from .admission.versions import installed_version, unsupported_version_reason
 from .bypass import STATE
 from .imports import ImportWatcher
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, LINES, Line, Target, lines_of, targeted_trainers
-from .options import PatchOptions, applies
+from .lines import CHANGING_OTHERS, LINES, Line, Target, applies, lines_of, targeted_trainers
+from .options import PatchOptions
 from .replacements import existing_instances
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from trl import GRPOTrainer, SFTTrainer
 import fastdpo
 from fastdpo.commands import doctor
 from fastdpo.integrations import patching
-from fastdpo.integrations.lines import LINES
-from fastdpo.integrations.options import CUT_BY_MAX_TOKENS
+from fastdpo.integrations.lines import CUT_BY_MAX_TOKENS, LINES
 from fastdpo.integrations.patching import examine
 from fastdpo.models import calls as counters
 from tests.support.comparison import double

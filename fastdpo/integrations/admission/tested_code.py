@@ -12,10 +12,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from ..line import TrainerLine
+from typing import Any, cast
 
 PATH = Path(__file__).with_name("tested_code.json")
 
@@ -48,9 +45,9 @@ def called_by(function: Any, package: str) -> Iterator[tuple[str, Any]]:
             yield f"{called.__module__}.{name}", called
 
 
-def code_of(line: TrainerLine, functions: Iterable[str]) -> dict[str, Any]:
-    """Functions by their full names, and those by which the trainer class overrides them. None for those that are
-    missing.
+def code_of(line: Any, functions: Iterable[str]) -> dict[str, Any]:
+    """Functions of a `TrainerLine` by their full names, and those by which the trainer class overrides them. None for
+    those that are missing.
     """
     found: dict[str, Any] = {}
     for written in functions:
@@ -65,7 +62,7 @@ def code_of(line: TrainerLine, functions: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def code_relied_on(line: TrainerLine) -> dict[str, Any]:
+def code_relied_on(line: Any) -> dict[str, Any]:
     """`code_of` what a line relies on, with the functions of the trainer's package that these call by name."""
     found = code_of(line, line.relies_on)
     called = {name: x for function in found.values() for name, x in called_by(function, line.package)}

@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,6 @@ from ..gathering import of_all_ranks
 from .learned_tokens import LearnedTokens, learning
 from .planning import UnitPlanner
 from .refusals import NotCut, require_supported, say_kept
-
-if TYPE_CHECKING:
-    from .budget import Budget
 
 Batch = dict[str, Any]
 
@@ -50,7 +47,7 @@ class StepBudget:
     """Cuts the steps of one trainer.
 
     Args:
-        budget: that of its line.
+        budget: the `Budget` of its line.
         trainer: the trainer.
 
     Attributes:
@@ -58,7 +55,7 @@ class StepBudget:
         known: the scores of the batch whose metrics are computed, if any are.
     """
 
-    def __init__(self, budget: Budget, trainer: Any):
+    def __init__(self, budget: Any, trainer: Any):
         self._budget, self._trainer, self._name = budget, trainer, budget.line.name
         self._is_own, max_tokens = budget.is_own, budget.line.options.max_tokens
         is_learned = max_tokens in ("own", "auto")
