@@ -22,7 +22,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Lengths
 from fastdpo.ops import packed_attention
 from fastdpo.ops.attention import routes
-from fastdpo.ops.attention.device_layout import AttentionOptions
+from fastdpo.ops.attention.device_layout import AttentionOptions, Kind
 from fastdpo.ops.choice import tuning
 
 QUEUED_CYCLES = 20_000_000  # 10 ms
@@ -207,8 +207,7 @@ class PackedAttention(AttentionStep):
         inputs = AttentionInputs(workload)
         if backend:
             query, _, value, _ = inputs.tensors
-            options = AttentionOptions(workload.d**-0.5, workload.window, workload.softcap)
-            reason = routes.BACKENDS[backend].unsupported_reason(query, value, options)
+            reason = routes.BACKENDS[backend].unsupported_reason(_kind(workload, query, value))
             if reason is not None:
                 raise Unavailable(reason)
         self.backend = backend
@@ -235,12 +234,15 @@ class PackedAttention(AttentionStep):
         found = super().facts()
         if self.backend not in ("", routes.TRITON):
             query, _, value = self.leaves
-            options = AttentionOptions(self.workload.d**-0.5, self.workload.window, self.workload.softcap)
-            kind = routes.Kind.of(query, value, options)._replace(deterministic=self.workload.deterministic)
-            found["passes_probe"] = routes.passes_probe(self.backend, kind)
+            kind = _kind(self.workload, query, value)._replace(deterministic=self.workload.deterministic)
+            found["passes_probe"] = routes.passes_probe(self.backend, kind.of_kernels)
         if not self.backend:
             found["choices"] = {call.noted: choice._asdict() for call, choice in tuning.choices.items()}
         return found
+
+
+def _kind(workload: AttentionWorkload, query: Tensor, value: Tensor) -> Kind:
+    return Kind.of(query, value, AttentionOptions(workload.d**-0.5, workload.window, workload.softcap))
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -33,7 +33,7 @@ from fastdpo.models.running import captures, graphs, recording
 from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops import devices
 from fastdpo.ops.attention import routes
-from fastdpo.ops.attention.device_layout import AttentionOptions
+from fastdpo.ops.attention.device_layout import Kind
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
 from fastdpo.ops.head import results
 
@@ -213,5 +213,5 @@ def take_path_of_gpu(attend: Callable[[], None]) -> None:
 class _Library(FlashLibrary):
     """A library that takes every dtype."""
 
-    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+    def unsupported_reason(self, kind: Kind) -> str | None:
         return None

@@ -29,7 +29,7 @@ from ..models.state import ForwardOptions
 from ..ops import memory
 from ..ops.attention import routes
 from ..ops.attention import trials as attention_trials
-from ..ops.attention.device_layout import AttentionOptions
+from ..ops.attention.device_layout import AttentionOptions, Kind
 from ..ops.choice import notes, tuning, verdicts
 from ..ops.devices import architecture, suits_triton
 from ..ops.head import trials as head_trials
@@ -193,11 +193,11 @@ def _attention(device: torch.device) -> Iterator[Finding]:
         yield Finding(OK, "torch", "in pieces, by torch's flash attention or by matrix products")
         return
     query = torch.empty(16, 8, 128, dtype=torch.bfloat16, device=device)
-    options = AttentionOptions(128**-0.5, None, None)
+    kind = Kind.of(query, query, AttentionOptions(128**-0.5, None, None))
     for name, backend in routes.BACKENDS.items():
-        reason = backend.unsupported_reason(query, query, options)
+        reason = backend.unsupported_reason(kind)
         if reason is None and name != routes.TRITON:
-            passes = routes.passes_probe(name, routes.Kind.of(query, query, options))
+            passes = routes.passes_probe(name, kind.of_kernels)
             reason = None if passes else "it fails on a small case, as logged"
         yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
 

@@ -21,9 +21,8 @@ from fastdpo import NotFused
 from fastdpo.kernels import gather_keys
 from fastdpo.ops import definitions, devices, packed_attention
 from fastdpo.ops.attention import device_layout, flash, routes
-from fastdpo.ops.attention.device_layout import AttentionOptions, rows_of
+from fastdpo.ops.attention.device_layout import AttentionOptions, Kind, rows_of
 from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_flash_4
-from fastdpo.ops.attention.routes import Kind
 from fastdpo.ops.choice import notes, tuning
 from tests.support.ops.attention import output_and_gradients
 from tests.support.stand_ins import flash_libraries, flash_sources
@@ -71,11 +70,12 @@ def assert_right(tensors, **options):
 
 def chosen(query, _, value, __, **options):
     options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
-    return routes.chosen(query, value, rows_of(ROWS, 33), options)
+    return routes.chosen(Kind.of(query, value, options), rows_of(ROWS, 33), (query, value))
 
 
 def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
-    return Kind(CPU, torch.float16, 4, d, 2, d_v, windowed, capped, deterministic)
+    options = AttentionOptions(0.25, 6 if windowed else None, 2.0 if capped else None)
+    return Kind(CPU, torch.float16, 33, 4, d, 2, d_v, options, deterministic).of_kernels
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -118,7 +118,7 @@ def test_flash_attention_4_takes_the_padded_head_sizes(sources):
 
 
 def test_flash_attention_4_refuses_what_is_probed_separately(sources):
-    """`Kind` has the softcap and the determinism of a call, because the backward has them on some devices only."""
+    """`Kind` tells these apart, because the backward has them on some devices only."""
     source = flash_sources.text(sources, *recorded()["flash-attn-4 4.0.0b36"].source)
     refusals = flash_sources.refusals(source, "_flash_attn_bwd")
     messages = {x for x in refusals if "score_mod" not in x}  # which is never given
@@ -126,7 +126,7 @@ def test_flash_attention_4_refuses_what_is_probed_separately(sources):
         "SM100 backward with head_dim=256 does not support softcap",
         "deterministic backward not supported on SM 12.0",
     }
-    assert {"capped", "deterministic", "d"} <= {*Kind._fields}
+    assert len({kind(), kind(capped=True), kind(deterministic=True), kind(d=256)}) == 4
 
 
 def test_flash_attention_2_takes_multiples_of_8_up_to_256(sources):

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastdpo.ops.attention import routes
-from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
+from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, Kind, rows_of
 from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import LEAST_TURNS, MOST_PARTS, layout_blocks
 
@@ -26,12 +26,18 @@ def gpu_inputs(dtype):
         return torch.empty(13, 4, 16, dtype=dtype, device=GPU), torch.empty(13, 2, 16, dtype=dtype, device=GPU)
 
 
+def call_on_gpu(dtype):
+    """The arguments of `routes.chosen`."""
+    example = gpu_inputs(dtype)
+    return Kind.of(*example, OPTIONS), rows_of(ROWS, 13), example
+
+
 def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplog):
     """But not that of a probed model: one with float32 weights is trained under autocast, and probed without."""
     pytest.importorskip("triton")
     routes.forget()
     monkeypatch.delenv(routes.VARIABLE, raising=False)
-    arguments = *gpu_inputs(torch.float32), rows_of(ROWS, 13), OPTIONS
+    arguments = call_on_gpu(torch.float32)
     with routes.trial():
         assert routes.chosen(*arguments) is None
     assert not caplog.text
@@ -44,17 +50,17 @@ def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monke
     pytest.importorskip("triton")
     triton = routes.BACKENDS["triton"]
     for dtype in (torch.float16, torch.bfloat16):
-        assert triton.unsupported_reason(*gpu_inputs(dtype), OPTIONS) is None
+        assert triton.unsupported_reason(call_on_gpu(dtype)[0]) is None
     monkeypatch.setattr("fastdpo.ops.devices.TRITON_DEVICES", ("cpu",))
     query = torch.empty(13, 4, 16, device="cpu")
-    assert triton.unsupported_reason(query, query, OPTIONS) is None
+    assert triton.unsupported_reason(Kind.of(query, query, OPTIONS)) is None
 
 
 def test_a_selected_triton_refuses_float32(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv(routes.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match=r"got triton: it needs float16 or bfloat16; got torch\.float32"):
-        routes.chosen(*gpu_inputs(torch.float32), rows_of(ROWS, 13), OPTIONS)
+        routes.chosen(*call_on_gpu(torch.float32))
 
 
 def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):

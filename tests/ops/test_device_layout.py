@@ -8,7 +8,7 @@ import torch
 
 from fastdpo.ops import devices
 from fastdpo.ops.attention import device_layout, flash, routes
-from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
+from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, Kind, rows_of
 from tests.support.ops.operators import Operators
 from tests.support.stand_ins import flash_libraries
 
@@ -102,7 +102,7 @@ def test_each_stream_has_a_copy_and_a_capture_takes_an_earlier_one(backend, stre
 
 def test_a_layout_is_one_copy(backend):
     query = torch.empty(11, 2, 16, dtype=torch.float16, device="cpu")
-    described = backend.call(query, query, OPTIONS).describe(rows_of(rows_of_two(9), 11))
+    described = backend.call(Kind.of(query, query, OPTIONS)).describe(rows_of(rows_of_two(9), 11))
     with Operators() as operators:
         layout = DeviceLayout(described, torch.device("meta"))
     copies = [(args, result) for func, args, result in operators.calls if "copy" in str(func)]

@@ -30,11 +30,8 @@ FLASH = ["plain", "window", "sinks"]  # what torch's flash attention computes on
 def path(request, monkeypatch):
     """The internal path: as chosen, with blocks of few queries, and with matrix products."""
 
-    def products(query, value, window, scale):
-        return pieces.MatmulPieces(query, window, scale, None)
-
     if "products" in request.param:
-        monkeypatch.setitem(packed_attention.__globals__, "CpuFlashPieces", products)
+        monkeypatch.setitem(packed_attention.__globals__, "CpuFlashPieces", pieces.MatmulPieces)
     if "blocks" in request.param:
         monkeypatch.setattr(pieces, "BLOCK", 3)
         monkeypatch.setattr(pieces, "CPU_SCORE_BYTES", 1 << 10)  # 64 scores of each of 4 heads

@@ -17,8 +17,8 @@ def install(monkeypatch, name: str, edit: Callable[[str], str] | None = None) ->
     capability = int(name.removeprefix("sm")) // 10
     kernels_unsupported_reason = triton_backend.kernels_unsupported_reason
 
-    def unsupported_reason(query, value):
-        return "float32" if query.dtype == torch.float32 else kernels_unsupported_reason(query, value)
+    def unsupported_reason(kind):
+        return "float32" if kind.dtype == torch.float32 else kernels_unsupported_reason(kind)
 
     monkeypatch.setattr(triton_backend, "kernels_unsupported_reason", unsupported_reason)
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))

@@ -35,6 +35,47 @@ class AttentionOptions(NamedTuple):
     softcap: float | None
 
 
+class Kind(NamedTuple):
+    """What is known of a call before its rows: its backend and its kernels are chosen by this.
+
+    Attributes:
+        device, dtype: of query, key and value.
+        tokens, heads, d, key_heads, d_v: T, H, D, H_kv and D_v.
+        options: of the call.
+        deterministic: whether torch was told to use deterministic algorithms.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int
+    heads: int
+    d: int
+    key_heads: int
+    d_v: int
+    options: AttentionOptions
+    deterministic: bool
+
+    @classmethod
+    def of(cls, query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
+        (tokens, heads, d), (_, key_heads, d_v) = query.shape, value.shape
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(query.device, query.dtype, tokens, heads, d, key_heads, d_v, options, deterministic)
+
+    @property
+    def features(self) -> dict[str, int]:
+        """What kernels are compiled for, next to a dtype."""
+        sizes = dict(d=self.d, d_v=self.d_v, heads=self.heads, key_heads=self.key_heads)
+        return dict(sizes, windowed=self.options.window is not None, capped=self.options.softcap is not None)
+
+    @property
+    def of_kernels(self) -> Kind:
+        """Equal for calls for which a library, and what gathers keys for it, run the same kernels, as far as is
+        known.
+        """
+        _, window, softcap = self.options
+        return self._replace(tokens=0, options=AttentionOptions(1.0, window and 1, softcap and 1.0))
+
+
 class AttentionCall(Protocol):
     """Forward and backward of one kind of attention call. Tensors have the shapes of `packed_attention`.
 

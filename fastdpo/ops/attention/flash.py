@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..choice import notes
 from ..devices import compute_capability
-from .device_layout import OP, AttentionOptions, Rows
+from .device_layout import OP, Kind, Rows
 from .pieces import flash_supports_scale, with_last_stride_1, with_sinks
 from .triton_backend import kernels_unsupported_reason
 
@@ -117,12 +117,12 @@ class TorchFlash:
         self.forward_function = torch.ops.aten._flash_attention_forward
         self.backward_function = torch.ops.aten._flash_attention_backward
 
-    def arguments(self, device: torch.device, options: AttentionOptions) -> Any:
+    def arguments(self, kind: Kind) -> Any:
         """What all calls have in common, whatever their layouts."""
-        causal = options.window is None
-        left, right = _window_sizes(options)
-        named = {"scale": options.scale, "window_size_left": left, "window_size_right": right}
-        return (0.0, causal, False), (0.0, causal, *_no_dropout(device)), named  # dropout, causal, debug mask
+        causal = kind.options.window is None
+        left, right = _window_sizes(kind)
+        named = {"scale": kind.options.scale, "window_size_left": left, "window_size_right": right}
+        return (0.0, causal, False), (0.0, causal, *_no_dropout(kind.device)), named  # dropout, causal, debug mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, arguments: Any) -> tuple[Tensor, Tensor]:
         """out and log-sum-exps."""
@@ -164,15 +164,15 @@ class FlashAttention2:
         self.forward_function, self.backward_function = functions
         self.parameters = [inspect.signature(function).parameters for function in functions]
 
-    def arguments(self, device: torch.device, options: AttentionOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
         """As those of `TorchFlash`.
 
         Raises:
             NotImplementedError: a function has no parameter for an argument.
         """
         of_forward, of_backward = self.parameters
-        forward = self._complete(0, ("q", "k", "v"), self._options_of_forward(options, of_forward))
-        return forward, self._complete(1, self.tensors, self._options_of_backward(options, of_backward))
+        forward = self._complete(0, ("q", "k", "v"), self._options_of_forward(kind, of_forward))
+        return forward, self._complete(1, self.tensors, self._options_of_backward(kind, of_backward))
 
     def forward(self, q, k, v, lengths, arguments):
         out, lse, *_ = self.forward_function(q=q, k=k, v=v, **_named(lengths), **arguments[0])
@@ -184,21 +184,20 @@ class FlashAttention2:
         self.backward_function(**given, **_named(lengths), **arguments[1])
         return dq, dk, dv
 
-    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
-        left, right = _window_sizes(options)
+    def _options_of_forward(self, kind: Kind, parameters: Parameters) -> dict[str, Any]:
+        left, right = _window_sizes(kind)
         return {
-            "softmax_scale": options.scale,
+            "softmax_scale": kind.options.scale,
             "causal": True,
-            "softcap": options.softcap or 0.0,
+            "softcap": kind.options.softcap or 0.0,
             "window_size_left": left,
             "window_size_right": right,
             "dropout_p": 0.0,
             "alibi_slopes": None,
         }
 
-    def _options_of_backward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._options_of_forward(options, parameters) | {"deterministic": deterministic}
+    def _options_of_backward(self, kind: Kind, parameters: Parameters) -> dict[str, Any]:
+        return self._options_of_forward(kind, parameters) | {"deterministic": kind.deterministic}
 
     def _complete(self, function: int, tensors: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
         """The given arguments, and None for other parameters that have no default.
@@ -223,8 +222,8 @@ class FlashAttention3(FlashAttention2):
     module_name = "flash_attn_interface"
     function_names = "_flash_attn_forward", "_flash_attn_backward"
 
-    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
-        given = super()._options_of_forward(options, parameters)
+    def _options_of_forward(self, kind: Kind, parameters: Parameters) -> dict[str, Any]:
+        given = super()._options_of_forward(kind, parameters)
         del given["dropout_p"], given["alibi_slopes"]
         if "window_size" in parameters:  # versions before it became a custom op
             given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
@@ -244,16 +243,16 @@ class FlashAttention4(FlashAttention2):
         given = dict(q=q, k=k, v=v, out=out, dout=grad, lse=lse)
         return self.backward_function(**given, **_named(lengths), **arguments[1])[:3]
 
-    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
-        return self._common(options) | {"softcap": options.softcap, "return_lse": True}
+    def _options_of_forward(self, kind: Kind, parameters: Parameters) -> dict[str, Any]:
+        return self._common(kind) | {"softcap": kind.options.softcap, "return_lse": True}
 
-    def _options_of_backward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._common(options) | {"softcap": options.softcap or 0.0, "deterministic": deterministic}
+    def _options_of_backward(self, kind: Kind, parameters: Parameters) -> dict[str, Any]:
+        of_backward = {"softcap": kind.options.softcap or 0.0, "deterministic": kind.deterministic}
+        return self._common(kind) | of_backward
 
-    def _common(self, options: AttentionOptions) -> dict[str, Any]:
-        left, right = (None, None) if options.window is None else _window_sizes(options)
-        common = {"softmax_scale": options.scale, "causal": True}
+    def _common(self, kind: Kind) -> dict[str, Any]:
+        left, right = (None, None) if kind.options.window is None else _window_sizes(kind)
+        common = {"softmax_scale": kind.options.scale, "causal": True}
         return {**common, "window_size_left": left, "window_size_right": right}
 
 
@@ -279,31 +278,31 @@ class FlashLibrary:
     softcap: bool = True
     head_sizes: Callable[[int, int, int | None], HeadSizes] = equal_sizes
 
-    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        reason = kernels_unsupported_reason(query, value)  # keys are gathered by a Triton kernel
+    def unsupported_reason(self, kind: Kind) -> str | None:
+        reason = kernels_unsupported_reason(kind)  # keys are gathered by a Triton kernel
         if reason is not None:
             return reason
-        if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"it needs float16 or bfloat16; got {query.dtype}"
-        if options.softcap is not None and not self.softcap:
+        if kind.dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16; got {kind.dtype}"
+        if kind.options.softcap is not None and not self.softcap:
             return "it has no softcap"
-        if not flash_supports_scale(options.scale):
-            return f"it needs a positive scale; got {options.scale}"
-        capability = compute_capability(query.device)
+        if not flash_supports_scale(kind.options.scale):
+            return f"it needs a positive scale; got {kind.options.scale}"
+        capability = compute_capability(kind.device)
         if capability not in self.capabilities:
             return f"it has no kernels for this device (compute capability {capability})"
         functions, reason = load(self)
         return reason if functions is None else None
 
-    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> VarlenCall:
+    def call(self, kind: Kind) -> VarlenCall:
         functions, reason = load(self)
         if functions is None:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
         from ...kernels import gather_keys
 
-        sizes = HeadSizes(query.shape[2], value.shape[2])
-        padded = self.head_sizes(*sizes, compute_capability(query.device))
-        return VarlenCall(functions, functions.arguments(query.device, options), gather_keys, sizes, padded)
+        sizes = HeadSizes(kind.d, kind.d_v)
+        padded = self.head_sizes(*sizes, compute_capability(kind.device))
+        return VarlenCall(functions, functions.arguments(kind), gather_keys, sizes, padded)
 
 
 def _of_package(name: str) -> VarlenFunctions:
@@ -420,9 +419,10 @@ def _named(lengths: Lengths) -> dict[str, Any]:
     return dict(zip(LENGTHS, lengths, strict=True))
 
 
-def _window_sizes(options: AttentionOptions) -> tuple[int, int]:
+def _window_sizes(kind: Kind) -> tuple[int, int]:
     """How many keys a query sees before and after its own position; -1 for no limit."""
-    return (-1, -1) if options.window is None else (options.window - 1, 0)
+    window = kind.options.window
+    return (-1, -1) if window is None else (window - 1, 0)
 
 
 def _unwrap(function: Any) -> Callable:

@@ -109,7 +109,7 @@ def _backward(
     if prepared.ahead is not None:
         (q, k), ahead = prepared.ahead
         inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
-        options = prepared.given._replace(window=None)
+        options = prepared.given.options._replace(window=None)
         seen = _backward(inputs, ahead, routes.prepare(inputs[1], inputs[3], ahead, options))
         for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
             total[tokens] += gradient

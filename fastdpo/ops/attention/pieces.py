@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..devices import accumulation_dtype
 from ..head.results import Transform
-from .device_layout import AttentionOptions, Row, Rows
+from .device_layout import Kind, Row, Rows
 
 BLOCK = 128  # queries of a windowed block, which computes window + BLOCK scores per query and needs window of them
 SCORE_BYTES = 64 << 20  # maximum size of a piece's scores, all heads together
@@ -88,13 +88,11 @@ def _block_bounds(row: Row, window: int, max_scores: int | None) -> Iterator[tup
 class PiecesCall:
     """The call that no backend supports, as an `AttentionCall`."""
 
-    def __init__(self, query: Tensor, value: Tensor, options: AttentionOptions) -> None:
-        scale, window, softcap = options
-        window = len(query) if window is None else min(window, len(query))
-        if query.device.type == "cpu" and softcap is None and flash_supports_scale(scale):
-            self._pieces = CpuFlashPieces(query, value, window, scale)
-        else:
-            self._pieces = MatmulPieces(query, window, scale, softcap)
+    def __init__(self, kind: Kind) -> None:
+        scale, window, softcap = kind.options
+        window = kind.tokens if window is None else min(window, kind.tokens)
+        is_flash = kind.device.type == "cpu" and softcap is None and flash_supports_scale(scale)
+        self._pieces = CpuFlashPieces(kind, window) if is_flash else MatmulPieces(kind, window)
 
     def describe(self, rows: Rows) -> QueryBlocks:
         return QueryBlocks([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)])
@@ -180,9 +178,9 @@ class CpuFlashPieces:
 
     max_scores = None
 
-    def __init__(self, query: Tensor, value: Tensor, window: int, scale: float):
-        self.window, self.scale, self.dtype = window, scale, query.dtype
-        self.head_sizes = query.shape[2], value.shape[2]
+    def __init__(self, kind: Kind, window: int):
+        self.window, self.scale, self.dtype = window, kind.options.scale, kind.dtype
+        self.head_sizes = kind.d, kind.d_v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """out [1, H, n_q, D_v] and log-sum-exp [1, H, n_q].
@@ -251,10 +249,10 @@ class MatmulPieces:
     The query heads that share a key head are rows of one product.
     """
 
-    def __init__(self, query: Tensor, window: int, scale: float, softcap: float | None):
-        self.window, self.transform = window, Transform(softcap, scale, 1.0)
-        available = CPU_SCORE_BYTES if query.device.type == "cpu" else SCORE_BYTES
-        self.max_scores = available // (query.shape[1] * accumulation_dtype(query.dtype).itemsize)
+    def __init__(self, kind: Kind, window: int):
+        self.window, self.transform = window, Transform(kind.options.softcap, kind.options.scale, 1.0)
+        available = CPU_SCORE_BYTES if kind.device.type == "cpu" else SCORE_BYTES
+        self.max_scores = available // (kind.heads * accumulation_dtype(kind.dtype).itemsize)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """As `CpuFlashPieces.forward`."""

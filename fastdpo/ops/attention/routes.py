@@ -36,7 +36,7 @@ from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
 from ..devices import current_stream, is_capturing, suits_triton
 from . import device_layout, trials
-from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, DeviceLayout, Rows, rows_of
+from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, DeviceLayout, Kind, Rows, rows_of
 from .flash import LIBRARIES
 from .pieces import PiecesCall
 from .triton_backend import TritonBackend
@@ -47,12 +47,12 @@ T = TypeVar("T")
 class Backend(Protocol):
     """A way to compute a whole layout at once."""
 
-    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        """Why the backend cannot compute this call, or None if it can."""
+    def unsupported_reason(self, kind: Kind) -> str | None:
+        """Why the backend cannot compute calls of a kind, or None if it can."""
         ...
 
-    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> AttentionCall:
-        """The call for supported inputs, of which only the shapes, the dtype and the device are read."""
+    def call(self, kind: Kind) -> AttentionCall:
+        """The call of a supported kind."""
         ...
 
 
@@ -63,45 +63,24 @@ BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
 VARIABLE = "FASTDPO_ATTENTION"
 LEAST_TUNED = 1024  # packed tokens
 
-replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
+replaced: dict[Kind, str] = {}  # by `Kind.of_kernels`, the backend that raised an error after it had been chosen
 _is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=False)
-
-
-class Kind(NamedTuple):
-    """Calls for which a library, and what gathers keys for it, run the same kernels, as far as is known."""
-
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    d: int
-    key_heads: int
-    d_v: int
-    windowed: bool
-    capped: bool
-    deterministic: bool
-
-    @staticmethod
-    def of(query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
-        features = options.window is not None, options.softcap is not None
-        (_, heads, d), (_, key_heads, d_v) = query.shape, value.shape
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return Kind(query.device, query.dtype, heads, d, key_heads, d_v, *features, deterministic)
 
 
 class Prepared(NamedTuple):
     """The route of a call, and the rows of a layout in the form that it takes.
 
     Attributes:
-        given: the options of the call.
-        options: without a window that hides nothing.
+        given: the kind of the call.
+        kind: the same without a window that hides nothing.
         backend: its name, or None if no backend supports the call, so that `pieces` computes it.
         call: the forward and the backward.
         layout: the rows on the device.
         ahead: what islands add, if there are any, and its rows, int32 [I, 4] on the CPU.
     """
 
-    given: AttentionOptions
-    options: AttentionOptions
+    given: Kind
+    kind: Kind
     backend: str | None
     call: AttentionCall
     layout: DeviceLayout[Any]
@@ -121,33 +100,34 @@ def prepare(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOption
     """
     of_rows = rows_of(rows, len(query))
     settings = None if rows.dim() == 4 else (os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE))
-    state = torch.are_deterministic_algorithms_enabled(), len(replaced), _is_trial.get(), settings
-    kind = query.device, query.dtype, query.shape, value.shape, options, state
-    key, kept = (kind, current_stream(query.device)), of_rows.prepared
+    kind = Kind.of(query, value, options)
+    state = kind, len(replaced), _is_trial.get(), settings
+    key, kept = (state, current_stream(query.device)), of_rows.prepared
     found = kept.get(key)
     if found is None:
         if is_capturing(query.device):  # after a wait for the device, so that the copy is done
-            found = kept.get(kind)
-        kept[key] = kept[kind] = found = found or _prepared(query, value, of_rows, options)
+            found = kept.get(state)
+        kept[key] = kept[state] = found = found or _prepared(kind, of_rows, (query, value))
     return found
 
 
-def _prepared(query: Tensor, value: Tensor, rows: Rows, given: AttentionOptions) -> Prepared:
+def _prepared(given: Kind, rows: Rows, example: tuple[Tensor, Tensor]) -> Prepared:
     """The route depends on the rows by the length of the longest alone. A window as long as that hides nothing.
     Libraries run other kernels with a window, so what is probed, timed and replaced is the call without it.
     """
-    options = given._replace(window=_visible_window(given, rows))
-    name, ahead = chosen(query, value, rows, options), None
-    call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
+    kind = given._replace(options=given.options._replace(window=_visible_window(given, rows)))
+    name, ahead = chosen(kind, rows, example), None
+    call = PiecesCall(kind) if name is None else BACKENDS[name].call(kind)
     if rows.ahead is not None:
         tokens, of_islands = rows.ahead
-        ahead = DeviceLayout(tokens, query.device).contents, of_islands
+        ahead = DeviceLayout(tokens, kind.device).contents, of_islands
     host = call.describe(rows)
-    return Prepared(given, options, name, call, DeviceLayout(host, query.device, rows.sizes_with_room(host)), ahead)
+    return Prepared(given, kind, name, call, DeviceLayout(host, kind.device, rows.sizes_with_room(host)), ahead)
 
 
-def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:
-    return None if options.window is not None and options.window >= rows.longest > 0 else options.window
+def _visible_window(kind: Kind, rows: Rows) -> int | None:
+    window = kind.options.window
+    return None if window is not None and window >= rows.longest > 0 else window
 
 
 def run(
@@ -168,15 +148,15 @@ def run(
     except Exception as error:  # a library may raise anything
         if backend is None:
             raise
-        kind = Kind.of(query, value, prepared.options)
+        kind = prepared.kind.of_kernels
         is_known = replaced.get(kind) == backend  # since the call was prepared
         if not is_known and (kind in replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
             raise
         reason = f"{type(error).__name__}: {error}"
         if not is_known:
             replaced[kind] = backend
-            tuning.withdraw(_tuned(query, value, prepared.options), backend, reason)
-        second = prepare(query, value, rows, prepared.given)
+            tuning.withdraw(_tuned(prepared.kind), backend, reason)
+        second = prepare(query, value, rows, prepared.given.options)
         other = second.backend
         if not is_known:
             message = f"{OP}: {backend} has failed and is replaced by {other or 'plain matrix products'}"
@@ -191,7 +171,7 @@ def refill(recorded: Rows, rows: Rows) -> bool:
     """
     found = {id(x): x for x in recorded.prepared.values()}.values()
     hosts = [rows.described(x.call) for x in found]
-    windows = all(_visible_window(x.given, rows) == x.options.window for x in found)
+    windows = all(_visible_window(x.given, rows) == x.kind.options.window for x in found)
     if rows.ahead is not None or not windows or not all(x.layout.takes(y) for x, y in zip(found, hosts, strict=True)):
         return False
     for prepared, host in zip(found, hosts, strict=True):
@@ -199,37 +179,37 @@ def refill(recorded: Rows, rows: Rows) -> bool:
     return True
 
 
-def chosen(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str | None:
-    """The name of the backend for a call, or None if no backend supports it.
+def chosen(kind: Kind, rows: Rows, example: tuple[Tensor, Tensor]) -> str | None:
+    """The name of the backend for calls of a kind, or None if no backend supports it.
 
-    The rows do not decide. Where backends are timed, the first ones of a kind of call are an example of it.
+    Where backends are timed, the rows, query and value of its first call are an example of it.
 
     Raises:
         ValueError: FASTDPO_ATTENTION is not the name of a backend.
         NotImplementedError: FASTDPO_ATTENTION names a backend that does not support this call; the
             message says why.
     """
-    if not len(query) or (query.device.type == "cpu" and not suits_triton(query.device, query.dtype)):
+    if not kind.tokens or (kind.device.type == "cpu" and not suits_triton(kind.device, kind.dtype)):
         return None
     selected = os.environ.get(VARIABLE, "")
     if selected:
         if selected not in BACKENDS:
             raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {selected}")
-        reason = BACKENDS[selected].unsupported_reason(query, value, options)
-        if reason is None and selected == TRITON and not OWN.works(query, value, options):
+        reason = BACKENDS[selected].unsupported_reason(kind)
+        if reason is None and selected == TRITON and not OWN.works(kind):
             reason = "it is disabled, as logged"
         if reason is not None:
             rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
             raise NotImplementedError(f"{OP}: {rule}; got {selected}: {reason}")
         return selected
-    name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
+    name = next((name for name in BACKENDS if _is_usable(name, kind)), None)
     if name is None:
-        reason = OWN.unsupported_reason(query, value, options)
+        reason = OWN.unsupported_reason(kind)
         if reason is not None and not _is_trial.get():
             _log_unsupported(reason)
         return None
-    if len(query) >= LEAST_TUNED and tuning.is_on(query.device):
-        return _fastest(name, query, value, rows, options)
+    if kind.tokens >= LEAST_TUNED and tuning.is_on(kind.device):
+        return _fastest(name, kind, rows, example)
     return name
 
 
@@ -253,43 +233,36 @@ def trial() -> Iterator[None]:
         _is_trial.reset(token)
 
 
-def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str:
+def _fastest(builtin: str, kind: Kind, rows: Rows, example: tuple[Tensor, Tensor]) -> str:
     """The fastest usable backend for calls like this one."""
 
     def candidates() -> list[Candidate]:
         return [
-            Candidate(
-                name,
-                run=_run_of(backend, query, value, rows, options),
-                failure=partial(_failure, name, query, value, options),
-            )
+            Candidate(name, run=_run_of(backend, kind, rows, *example), failure=partial(_failure, name, kind))
             for name, backend in BACKENDS.items()
-            if backend.unsupported_reason(query, value, options) is None
+            if backend.unsupported_reason(kind) is None
         ]
 
-    call = _tuned(query, value, options)
+    call = _tuned(kind)
     names = tuning.choose(call, builtin, candidates), *tuning.timed(call)
-    return next((name for name in names if _is_usable(name, query, value, options)), builtin)
+    return next((name for name in names if _is_usable(name, kind)), builtin)
 
 
-def _tuned(query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel:
-    """The kind of call for which backends are timed."""
-    (t, h, d), (_, h_kv, d_v) = query.shape, value.shape
-    sizes = dict(T=tuning.bucket(t), H=h, H_kv=h_kv, D=d, D_v=d_v)
-    features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
-    return Kernel(OP, query.device, query.dtype, tuple(f"{name} {x}" for name, x in features.items()))
+def _tuned(kind: Kind) -> Kernel:
+    """The calls for which backends are timed together."""
+    d, d_v, h, h_kv, windowed, capped = kind.features.values()
+    sizes = dict(T=tuning.bucket(kind.tokens), H=h, H_kv=h_kv, D=d, D_v=d_v, windowed=windowed, capped=capped)
+    return Kernel(OP, kind.device, kind.dtype, tuple(f"{name} {x}" for name, x in sizes.items()))
 
 
-def _run_of(
-    backend: Backend, query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions
-) -> Callable[[], object]:
+def _run_of(backend: Backend, kind: Kind, rows: Rows, query: Tensor, value: Tensor) -> Callable[[], object]:
     """A function that runs forward and backward, prepared when it is first called. Queries stand in for keys."""
     key = query[:, : value.shape[1]]
 
     @cache
     def prepared() -> tuple[AttentionCall, tuple]:
-        call = backend.call(query, value, options)
-        return call, DeviceLayout(call.describe(rows), query.device).contents
+        call = backend.call(kind)
+        return call, DeviceLayout(call.describe(rows), kind.device).contents
 
     def run() -> None:
         call, layout = prepared()
@@ -305,38 +278,33 @@ def _log_unsupported(reason: str) -> None:
     warn(f"{OP}: plain matrix products are used instead of a backend: {TRITON}: {reason}")
 
 
-def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    backend = BACKENDS[name]
-    if backend.unsupported_reason(query, value, options) is not None:
+def _is_usable(name: str, kind: Kind) -> bool:
+    if BACKENDS[name].unsupported_reason(kind) is not None or replaced.get(kind.of_kernels) == name:
         return False
-    kind = Kind.of(query, value, options)
-    if replaced.get(kind) == name:
-        return False
-    return OWN.works(query, value, options) if name == TRITON else passes_probe(name, kind)
+    return OWN.works(kind) if name == TRITON else passes_probe(name, kind.of_kernels)
 
 
-def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-    """Why a backend that supports a call may not be used, or None."""
-    kind = Kind.of(query, value, options)
-    if replaced.get(kind) == name:
+def _failure(name: str, kind: Kind) -> str | None:
+    """Why a backend that supports calls of a kind may not be used, or None."""
+    if replaced.get(kind.of_kernels) == name:
         return "it has failed before, as logged"
     if name == TRITON:
-        return failure_of_candidate(*OWN.kernel_and_trial(query, value, options))
-    return None if passes_probe(name, kind) else "it fails on a small case, as logged"
+        return failure_of_candidate(*OWN.kernel_and_trial(kind))
+    return None if passes_probe(name, kind.of_kernels) else "it fails on a small case, as logged"
 
 
 @lru_cache
 def passes_probe(name: str, kind: Kind) -> bool:
     """Whether a library computes packed attention on a small case next to a row of large numbers.
 
-    Runs once for each kind of call.
+    Runs once for each of `Kind.of_kernels`.
     """
-    given = {field: getattr(kind, field) for field in ("heads", "d", "key_heads", "d_v", "windowed", "capped")}
-    run = partial(trials.packed_attention, BACKENDS[name].call, with_sinks=False, whole_tiles=True, **given)
+    features = kind.features
+    run = partial(trials.packed_attention, BACKENDS[name].call, with_sinks=False, whole_tiles=True, **features)
     reason = outcome(run, kind.device, kind.dtype)
     if reason is not None:
         of = f"head sizes {kind.d} and {kind.d_v}"
-        features = "windowed", "capped", "deterministic"
-        of += "".join(f", {feature}" for feature in features if getattr(kind, feature))
+        options = dict(features, deterministic=kind.deterministic)
+        of += "".join(f", {option}" for option in ("windowed", "capped", "deterministic") if options[option])
         warn(f"{OP}: {name} is disabled for {of}: {reason}")
     return reason is None

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
 from ..choice.poisoned_memory import placed, random_values
 from ..choice.verdicts import Comparison
 from . import definitions
-from .device_layout import AttentionCall, AttentionOptions, DeviceLayout, rows_of
+from .device_layout import AttentionCall, AttentionOptions, DeviceLayout, Kind, rows_of
 
 ROWS = torch.tensor(
     [[0, 0, 0, 150], [0, 150, 150, 50], [0, 140, 200, 33], [60, 160, 233, 15], [248, 0, 248, 20], [268, 0, 268, 20]],
@@ -24,11 +23,9 @@ PACKED, BEFORE_FOREIGN = 288, 268  # tokens, and those before the last row
 FOREIGN = 32.0  # times random numbers: the last row in the trial of a library
 WINDOW = 48
 
-CallOf = Callable[[Tensor, Tensor, AttentionOptions], AttentionCall]
-
 
 def packed_attention(
-    call_of: CallOf,
+    call_of: Callable[[Kind], AttentionCall],
     device: torch.device,
     dtype: torch.dtype,
     d: int,
@@ -55,7 +52,7 @@ def packed_attention(
     sinks = random_values(heads, seed=4).to(dtype).double()
     for sink in (sinks, None) if with_sinks else (None,):
         exact = definitions.packed_attention(query, key, value, ROWS[:-1], **options._asdict(), sinks=sink)
-        call = call_of(q, v, options)
+        call = call_of(Kind.of(q, v, options))
         layout = DeviceLayout(call.describe(rows_of(ROWS, PACKED)), device).contents
         out, lse = call.forward(q, k, v, None if sink is None else sink.to(device, dtype), layout)
         yield "attention", out[:BEFORE_FOREIGN], exact

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..choice.verdicts import Kernel, Trial, works
 from ..devices import compute_capability, suits_triton
 from . import trials
-from .device_layout import OP, AttentionOptions, Rows, offsets
+from .device_layout import OP, AttentionOptions, Kind, Rows, offsets
 from .pieces import with_last_stride_1
 
 if TYPE_CHECKING:
@@ -38,31 +38,27 @@ class TritonBackend:
     CPU, has no such limits.
     """
 
-    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        reason = kernels_unsupported_reason(query, value)
-        if reason is None and query.device.type == "cuda" and query.dtype == torch.float32:
-            return f"it needs float16 or bfloat16; got {query.dtype}"
+    def unsupported_reason(self, kind: Kind) -> str | None:
+        reason = kernels_unsupported_reason(kind)
+        if reason is None and kind.device.type == "cuda" and kind.dtype == torch.float32:
+            return f"it needs float16 or bfloat16; got {kind.dtype}"
         return reason
 
-    def works(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    def works(self, kind: Kind) -> bool:
         """Whether the kernels for a supported call work on its device (see `verdicts`)."""
-        return works(*self.kernel_and_trial(query, value, options))
+        return works(*self.kernel_and_trial(kind))
 
-    def kernel_and_trial(self, query: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Kernel, Trial]:
-        sizes = dict(d=query.shape[2], d_v=value.shape[2], heads=query.shape[1], key_heads=value.shape[1])
-        features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
-        described = tuple(f"{name} {x}" for name, x in features.items())
-        kernel = Kernel(OP, query.device, query.dtype, described)
+    def kernel_and_trial(self, kind: Kind) -> tuple[Kernel, Trial]:
+        described = tuple(f"{name} {x}" for name, x in kind.features.items())
         call = partial(self.call, least_turns=1)  # several programs for the keys of a prefix
-        return kernel, partial(trials.packed_attention, call, **features)
+        trial = partial(trials.packed_attention, call, **kind.features)
+        return Kernel(OP, kind.device, kind.dtype, described), trial
 
-    def call(
-        self, query: Tensor, value: Tensor, options: AttentionOptions, least_turns: int = LEAST_TURNS
-    ) -> TritonCall:
+    def call(self, kind: Kind, least_turns: int = LEAST_TURNS) -> TritonCall:
         from ...kernels.attention_blocks import kernel_configs
 
-        configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
-        return TritonCall(configs, options, query.shape[1], value.shape[1], least_turns)
+        configs = kernel_configs(kind.d, kind.d_v, compute_capability(kind.device))
+        return TritonCall(configs, kind.options, kind.heads, kind.key_heads, least_turns)
 
 
 class TritonCall(NamedTuple):
@@ -96,12 +92,12 @@ class TritonCall(NamedTuple):
         return packed_attention_bwd(grad, q, k, v, out, lse, layout, self.configs, *self.options)
 
 
-def kernels_unsupported_reason(query: Tensor, value: Tensor) -> str | None:
-    """Why fastdpo's Triton kernels do not take these tensors, or None if they do."""
-    if not suits_triton(query.device, query.dtype):
+def kernels_unsupported_reason(kind: Kind) -> str | None:
+    """Why fastdpo's Triton kernels do not take the tensors of a call, or None if they do."""
+    if not suits_triton(kind.device, kind.dtype):
         needed = "Triton, a device that Triton supports, and a dtype other than float64"
-        return f"it needs {needed}; got {query.device}, {query.dtype}"
-    size = max(query.shape[2], value.shape[2])
+        return f"it needs {needed}; got {kind.device}, {kind.dtype}"
+    size = max(kind.d, kind.d_v)
     if size > MAX_HEAD_SIZE:
         return f"it needs head sizes of at most {MAX_HEAD_SIZE}; got {size}"
     return None

@@ -12,6 +12,7 @@ from fastdpo.kernels import packed_attention_backward, token_logps
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention import trials as attention_trials
+from fastdpo.ops.attention.device_layout import AttentionOptions, Kind
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import notes, verdicts
 from fastdpo.ops.choice.verdicts import Kernel
@@ -142,8 +143,9 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
 def test_the_wait_for_a_library_is_announced(caplog):
     """For which fastdpo's kernels stand in. Keys are gathered for it by another one, and it may compile its own."""
     routes.passes_probe.cache_clear()
+    kind = Kind(CPU, torch.float32, 9, 4, 16, 2, 16, AttentionOptions(0.25, None, None), deterministic=False)
     with caplog.at_level("INFO", "fastdpo"):
-        assert routes.passes_probe("triton", routes.Kind(CPU, torch.float32, 4, 16, 2, 16, False, False, False))
+        assert routes.passes_probe("triton", kind)
     assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
 
 

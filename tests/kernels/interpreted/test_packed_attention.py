@@ -15,7 +15,7 @@ from fastdpo.kernels import attention_blocks
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import flash, routes
-from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of, sizes_of
+from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, Kind, rows_of, sizes_of
 from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import LEAST_TURNS, TritonBackend, layout_blocks
 from tests.support.accuracy import assert_as_accurate_as
@@ -176,7 +176,7 @@ def test_tensors_with_room_are_filled_with_other_rows(name, installed, monkeypat
     installed()
     use_blocks(monkeypatch, (16, 16), least_turns=1)
     query, key, value, grad = (torch.randn(37, h, 16).half() for h in (2, 1, 1, 2))
-    call = routes.BACKENDS[name].call(query, value, AttentionOptions(0.2, None, None))
+    call = routes.BACKENDS[name].call(Kind.of(query, value, AttentionOptions(0.2, None, None)))
 
     def results(layout):
         out, lse = call.forward(query, key, value, None, layout.contents)

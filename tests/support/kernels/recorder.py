@@ -200,11 +200,11 @@ class Visible(NamedTuple):
 class DenseBackend:
     """A backend of packed attention that reads the rows from the device alone, as those of GPUs do."""
 
-    def unsupported_reason(self, query, value, options):
-        return "it has no softcap" if options.softcap else None
+    def unsupported_reason(self, kind):
+        return "it has no softcap" if kind.options.softcap else None
 
-    def call(self, query, value, options):
-        return DenseCall(query.shape[1] // value.shape[1], options.scale, options.window)
+    def call(self, kind):
+        return DenseCall(kind.heads // kind.key_heads, kind.options.scale, kind.options.window)
 
 
 def _sums(x: torch.Tensor) -> torch.dtype:
