@@ -52,7 +52,7 @@ WORKERS ?= $(shell python3 -c "import os; print(min(len(os.sched_getaffinity(0))
 IN_PARALLEL = -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Files that `make test` leaves to `make test-once`: families of models, and tests that start interpreters, compilers,
+# Files that `make test` leaves to `make test-apart`: families of models, and tests that start interpreters, compilers,
 # programs or ranks, which takes most of their time.
 APART := $(addprefix tests/,benchmarks kernels programs/trl test_check.py test_commands.py test_doctor.py \
 	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py test_selection.py \
@@ -66,21 +66,20 @@ APART := $(addprefix tests/,benchmarks kernels programs/trl test_check.py test_c
 test: $(READY) $(TEST_PACKAGES)
 	$(TESTS) --quick $(addprefix --ignore ,$(APART)) $(ARGS)
 
-# What `make test` leaves out, in one process: `make test-once` runs another target next to it.
+# What `make test` leaves out.
 test-apart: $(READY) $(TEST_PACKAGES)
-	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(APART) --quick $(ARGS)
+	$(TESTS) $(APART) --quick $(ARGS)
 
 # Every combination of parameters, and every test.
 test-all: $(READY) $(TEST_PACKAGES)
 	$(TESTS) $(ARGS)
 
-# What CI runs next to `make test`: what that leaves out, and each trainer line and each program, once. The longest come
-# first, for `make --jobs 2`.
+# What CI runs in other environments: each trainer line and each program, once. The longest come first, for
+# `make --jobs 2`.
 test-once: ONCE := --quick
 test-once: DETAILED := 1.14.2
 test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/contract/,test_options.py test_verifying.py) tests/legacy/test_run.py
-test-once: test-apart test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
-	test-census
+test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams test-census
 
 # The same with every version and every combination, for hours.
 test-everything: test-all test-ranks test-programs test-legacy test-openrlhf test-trl-versions test-census test-ptx
