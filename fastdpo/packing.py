@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -141,9 +141,39 @@ class Layout:
         return self.rows[None, None]
 
 
+Groups = Literal["content", "pairs"]
+"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
+
+
+class Form(NamedTuple):
+    """How a layout is made of a batch. `pack` has arguments of these names."""
+
+    groups: Tensor | Groups | None
+    store_all: bool = False
+    reach: int | None = None
+    tokens: int | Callable[[int], int] | None = None
+    count_padding: bool = False
+
+
 def is_layout(mask: object) -> bool:
     """Whether an attention mask is that of a `Layout`."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[-1] == 4
+
+
+def require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
+    """Requires the shapes and dtypes of `pack`."""
+    tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+    checks.require_tensors(op, **tensors)
+    checks.require_no_dtensor(op, **tensors)
+    checks.require_values(op, **tensors)
+    shape = list(input_ids.shape)
+    for name, tensor in tensors.items():
+        of_ids = tensor.shape == input_ids.shape
+        checks.require(of_ids, op, name, "have the shape of input_ids {}", list(tensor.shape), shape)
+    checks.require(len(shape) == 2, op, "input_ids", "be [R, L]", shape)
+    checks.require_ints(op, input_ids=input_ids, labels=labels)
+    checks.require_real(op, attention_mask=attention_mask)
+    checks.require_same_device(op, **tensors)
 
 
 def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, share: bool = True) -> Layout:
@@ -160,7 +190,7 @@ def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, sha
         ValueError: the number of rows is odd, or as in `pack`.
         TypeError, NotPackable: as in `pack`.
     """
-    row_forms.require_batch("pack_pairs", input_ids, attention_mask, labels)
+    require_batch("pack_pairs", input_ids, attention_mask, labels)
     checks.require_flags("pack_pairs", share=share)
     if len(input_ids) % 2:
         raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
@@ -172,7 +202,7 @@ def pack(
     attention_mask: Tensor,
     labels: Tensor,
     *,
-    groups: Tensor | Literal["content", "pairs"] | None = None,
+    groups: Tensor | Groups | None = None,
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
@@ -210,9 +240,15 @@ def pack(
         NotPackable: an attention mask has holes, a label is scored by a padding position, or no
             token is real.
     """
-    row_forms.require_batch("pack", input_ids, attention_mask, labels)
+    require_batch("pack", input_ids, attention_mask, labels)
     row_forms.require_form("pack", groups, reach, tokens, n_rows=len(input_ids))
     checks.require_flags("pack", shifted=shifted, store_all=store_all, count_padding=count_padding)
+    form = Form(groups, store_all, reach, tokens, count_padding)
+    return make_layout(input_ids, attention_mask, labels, form, shifted)
+
+
+def make_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, form: Form, shifted: bool) -> Layout:
+    """`pack` of tensors and options whose form was checked. What the tensors hold is checked here."""
     if 0 in input_ids.shape:
         raise NotPackable(Reason("no-tokens"))
     device = input_ids.device
@@ -224,12 +260,13 @@ def pack(
     row_forms.require_ids("pack", ids, targets, scored, shifted)
 
     # The tokens of each row that are stored, and the rows before it that hold the first of them.
-    offset, need = _extents(real != 0, scored, store_all)
+    offset, need = _extents(real != 0, scored, form.store_all)
     n_rows, length = ids.shape
     row = np.flatnonzero(need)  # [S] rows of the padded batch
     stored = [ids[i, offset[i] : offset[i] + need[i]] for i in row]
     first_of: dict[object, int] = {}
-    members = zip(_groups_of_rows(groups, ids, offset, scored), (offset * count_padding).tolist(), strict=True)
+    groups = _groups_of_rows(form.groups, ids, offset, scored)
+    members = zip(groups, (offset * form.count_padding).tolist(), strict=True)
     first_rows = [first_of.setdefault(member, i) for i, member in enumerate(members)]  # of their groups
     group_of = [first_rows[i] for i in row]
     tree = prefix_tree(stored, group_of)
@@ -243,7 +280,7 @@ def pack(
     last = paths[order, shared - 1]
     position_ids = np.arange(own_length.sum()) - np.repeat(own_start - shared, own_length)  # [T]
     token_index = np.repeat(row * length + offset[row], own_length) + position_ids
-    position_ids = token_index % length if count_padding else position_ids
+    position_ids = token_index % length if form.count_padding else position_ids
     prefix = np.where(shared > 0, last - shared + 1, own_start)
     rows = np.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
     multiplicity = np.bincount(paths[paths >= 0])
@@ -256,7 +293,7 @@ def pack(
     packed = paths[np.repeat(place, counts), output_index - np.repeat(first, counts)]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
-    packed_tokens = _filled((token_index, position_ids, rows, multiplicity), reach or 0, tokens, need.max())
+    packed_tokens = _filled((token_index, position_ids, rows, multiplicity), form, need.max())
     token_index, position_ids, rows, multiplicity = packed_tokens
     arrays = token_index, position_ids, rows.astype(np.int32), score_index, score_targets, output_index, output_source
     layout = Layout(
@@ -398,13 +435,12 @@ def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[
     return np.append(packed[unshared], key // base), np.append(target[unshared], key % base), source
 
 
-def _filled(
-    packed: tuple[Ints, Ints, Ints, Ints], reach: int, tokens: int | Callable[[int], int] | None, longest: int
-) -> tuple[Ints, Ints, Ints, Ints]:
+def _filled(packed: tuple[Ints, Ints, Ints, Ints], form: Form, longest: int) -> tuple[Ints, Ints, Ints, Ints]:
     """token_index [T], position_ids [T], rows [S, 4] and multiplicity [T] of a layout, with further tokens in rows of
-    their own of up to `longest` tokens. The arguments are those of `pack`.
+    their own of up to `longest` tokens.
     """
     token_index, position_ids, rows, multiplicity = packed
+    reach, tokens = form.reach or 0, form.tokens
     n_tokens, is_short = len(token_index), position_ids.max() < reach - 1
     least = int(n_tokens + is_short)
     size = tokens(least) if callable(tokens) else least if tokens is None else tokens

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `packing.pack`: their form, and on the host what they hold, such as whether rows have the
+"""Checks of the arguments of `packing.pack`: its options, and on the host what rows hold, such as whether they have the
 form that the caller has named: the order of pairs, the shift of labels.
 """
 
@@ -16,21 +16,6 @@ IGNORE_INDEX = -100
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 
 Ints = NDArray[np.int64]
-
-
-def require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
-    tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-    checks.require_tensors(op, **tensors)
-    checks.require_no_dtensor(op, **tensors)
-    checks.require_values(op, **tensors)
-    shape = list(input_ids.shape)
-    for name, tensor in tensors.items():
-        of_ids = tensor.shape == input_ids.shape
-        checks.require(of_ids, op, name, "have the shape of input_ids {}", list(tensor.shape), shape)
-    checks.require(len(shape) == 2, op, "input_ids", "be [R, L]", shape)
-    checks.require_ints(op, input_ids=input_ids, labels=labels)
-    checks.require_real(op, attention_mask=attention_mask)
-    checks.require_same_device(op, **tensors)
 
 
 def require_form(

@@ -15,10 +15,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ..models.batch import Form, PackedBatch, PaddedBatch
-from ..models.state import Groups
+from ..models.batch import PackedBatch, PaddedBatch
 from ..ops.devices import is_host
-from ..packing import Layout, NotPackable
+from ..packing import Form, Groups, Layout, NotPackable
 from .replacements import temporarily
 
 REPLACED = ("get_train_dataloader", "_prepare_inputs")
@@ -90,11 +89,11 @@ def _restored(tensors: dict[str, Any], arrays: dict[str, Any], how: How) -> Coll
 def with_layout(batch: Any, groups: Groups | None, padding: int | None = None) -> Any:
     """A batch that a collator has made, packed if it can be: that of a reward model if it has an id of padding."""
     padded = PaddedBatch.of_collated(batch, padding) if type(batch) is dict else None
-    if padded is None or not all(is_host(x.device) for x in padded[:3]):
+    if padded is None or padded.form_reason() is not None or not all(is_host(x.device) for x in padded[:3]):
         return batch
     try:
         layout = padded.pack(Form(groups))
-    except (NotPackable, TypeError, ValueError):  # the model's call says why
+    except (NotPackable, ValueError):  # the model's call says why
         return batch
     return CollatedBatch.of(batch, layout, (groups, padding), padded)
 

@@ -6,6 +6,7 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     forward.py       replaces the forward of a model, and has the functions that integrations call
     state.py         the options of a fused forward, and what has been found out about its model,
                      and why its calls fall back, which it logs
+    installing.py    what else is replaced in a model while its calls are fused
     deciding.py      whether a call runs packed, padded or falls back, and why
     identity/        whether the model is as it was when it was examined
     batch.py         the batch and its layouts, and whether they belong to the tensors of the call

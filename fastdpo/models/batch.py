@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import packing
 from ..ops.devices import is_capturing, is_host
-from ..packing import IGNORE_INDEX, Layout, NotPackable
+from ..packing import IGNORE_INDEX, Form, Layout, NotPackable
 from ..reasons import Reason
 from . import reward_head
-from .state import FusedForward, Groups, Verdict
+from .state import FusedForward, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,24 +147,6 @@ def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
             batch.labels_follow = False
 
 
-class Form(NamedTuple):
-    """How a layout is made of a batch.
-
-    Attributes:
-        groups: which rows may share a prefix, which is then stored once. None: no rows do.
-        store_all: whether tokens that no other depends on are stored, too.
-        reach: number of positions that rotary embeddings must see, or None for as many as there are.
-        tokens: the number of tokens to pad to, for the number that there are.
-        count_padding: whether positions count from the first column, for a model whose own positions do.
-    """
-
-    groups: Groups | None
-    store_all: bool = False
-    reach: int | None = None
-    tokens: Callable[[int], int] | None = None
-    count_padding: bool = False
-
-
 class PaddedBatch(NamedTuple):
     """The arguments of a model call that a layout is made from.
 
@@ -202,6 +184,14 @@ class PaddedBatch(NamedTuple):
             labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
         return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
 
+    def form_reason(self) -> Reason | None:
+        """Why the tensors have no form that is packed, whatever they hold, or None."""
+        try:
+            packing.require_batch("pack", *self[:3])
+        except (TypeError, ValueError) as error:
+            return Reason("batch-form", error=str(error).removeprefix("pack: "))
+        return None
+
     @property
     def targets(self) -> Tensor:
         """The target of each position, [R, W]."""
@@ -213,11 +203,11 @@ class PaddedBatch(NamedTuple):
         Raises:
             NotPackable: the batch has no packed form.
         """
-        groups: Tensor | Literal["content"] | None = None if form.groups == "pairs" else form.groups
-        rows = len(self.input_ids)
-        if form.groups == "pairs" and rows and rows % 2 == 0:
-            groups = torch.arange(rows, device="cpu") % (rows // 2)
-        return packing.pack(*self[:3], shifted=self.shifted, **{**form._asdict(), "groups": groups})
+        if form.groups == "pairs":
+            rows = len(self.input_ids)
+            is_even = rows and rows % 2 == 0
+            form = form._replace(groups=torch.arange(rows, device="cpu") % (rows // 2) if is_even else None)
+        return packing.make_layout(*self[:3], form, self.shifted)
 
 
 class Call(NamedTuple):

@@ -26,12 +26,13 @@ from .calls import calls
 from .examine import support
 from .identity.functions import autocast_of, inner_function
 from .identity.structure import Structure
+from .installing import restore
 from .parts import find_base, input_device_of, text_config
 from .ranks import splitting
 from .ranks.sharding import is_sharded
 from .running import Runner
 from .scoring import prior_output, score
-from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, restore, state_of, states
+from .state import ATTRIBUTE, MODELS, ForwardOptions, FusedForward, MakeOutput, Verdict, state_of, states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,17 +9,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..logs import NotFused, report, strict, warn
 from ..ops.head.results import TokenLogps
-from ..packing import Layout
+from ..packing import Groups, Layout
 from ..reasons import Reason
-from . import attention, calls, head, pickling
+from . import attention, calls, head
 from .examine.probe import LeftPadding, ProbeResult
 from .examine.support import has_own_code
 from .identity import harmless
@@ -35,9 +34,6 @@ from .running import Compile, Runner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-Groups = Literal["content", "pairs"]
-"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
 
 
 class ForwardOptions(NamedTuple):
@@ -176,6 +172,10 @@ class ProbeKey(NamedTuple):
     is_sharded: bool
     trained: int
     form: int = 0
+
+    def covers(self, trained: int) -> bool:
+        """Whether the gradients that a call needs, of parameters that are trained, were compared in the probe."""
+        return self.trained == trained or not (trained and torch.is_grad_enabled())
 
 
 class Verdict(NamedTuple):
@@ -423,44 +423,3 @@ def states() -> list[tuple[PreTrainedModel, FusedForward]]:
 def state_of(model: nn.Module | None) -> FusedForward | None:
     """The state of a model's fused forward, if there is a model and it has one."""
     return None if model is None else vars(model).get(ATTRIBUTE)
-
-
-def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Makes a model take packed batches, once for each verdict: its mixers may call other functions by then."""
-    attention.switch(model)
-    fused.is_switched = True
-    for mixer in finding.mixers_of(model):
-        pickling.install(mixer)
-
-
-def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Makes a model's LM head score, for a model whose structure is known."""
-    if fused.options.rewards:
-        return
-    head.install(head.head_of(model))
-    pickling.install(head.head_of(model))
-    if fused.structure.modules_of(model, FSDPModule):
-        sharding.keep_output_dtypes(model, head.head_of(model))
-
-
-def restore(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Gives a model its own attention, its own head and its own layers back."""
-    fused.runner.restore()
-    restore_padded(model, fused)
-
-
-def restore_padded(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Gives a model its own attention and its own head back, except for what other models with a fused forward run as
-    well. Padded calls run its own layers anyway.
-    """
-    kept = {module for other, x in states() if other is not model and x.is_switched for module in other.modules()}
-    if fused.is_switched:
-        attention.restore(model, kept)
-        fused.is_switched = False
-    lm_head = head.head_of(model)
-    if lm_head not in kept:
-        head.restore(lm_head)
-        sharding.restore_output_dtypes(model, lm_head)
-    for module in model.modules():
-        if ATTRIBUTE not in vars(module) and module not in kept:
-            pickling.uninstall(module)

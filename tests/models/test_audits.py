@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 import fastdpo
 from fastdpo.models import calls, deciding
-from fastdpo.models.examine import probe
+from fastdpo.models.examine import examination, probe
 from tests.support import faults
 from tests.support.comparison import assert_same_bits
 from tests.support.kernels import recorder
@@ -262,7 +262,7 @@ def test_a_number_that_is_written_in_each_step(write, plant, monkeypatch, caplog
         paths.append(path)
         assert_own(model, logps, seed=number)
     assert paths == ["fused"] * 20
-    assert len(probed) <= deciding.FREE_EXAMINATIONS
+    assert len(probed) <= examination.FREE_EXAMINATIONS
     assert warnings_in(caplog) == []
 
 

@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fastdpo
 from fastdpo.models import forward
-from fastdpo.models.deciding import FREE_EXAMINATIONS
 from fastdpo.models.examine import probe
+from fastdpo.models.examine.examination import FREE_EXAMINATIONS
 from fastdpo.models.examine.snapshot import restored
 from fastdpo.models.running import compiled
 from fastdpo.models.state import state_of

@@ -6,9 +6,9 @@ import torch
 from benchmarks.float64 import float64_throughout
 from fastdpo import packing
 from fastdpo.models import attention, images
-from fastdpo.models.batch import Call, Form
+from fastdpo.models.batch import Call
 from fastdpo.models.state import RunnableBatch
-from fastdpo.packing import NotPackable
+from fastdpo.packing import Form, NotPackable
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.models.multimodal_errors import errors_of
 from tests.support.trl.dpo import tiny_model

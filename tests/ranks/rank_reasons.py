@@ -70,7 +70,7 @@ OF_CALLS: dict[str, Callable[..., Arguments]] = {
     "no-input-ids": without_mask,
     "unsupported-argument": without_hidden_states,
     "positions": positions_from_one,
-    "attention-mask": whole_mask,
+    "batch-form": whole_mask,
     "text-model": types_of_tokens,
     "mask-holes": hole,
     "label-at-padding": labels_at_padding,

@@ -23,7 +23,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 def in_layouts(edit: Callable[[Layout], Layout], *, probes: bool = True) -> Fault:
     """A fault in the layout of every batch that is packed, those of ``probes`` included."""
-    module, name = (packing, "pack") if probes else (batch, "layout_of")
+    module, name = (packing, "make_layout") if probes else (batch, "layout_of")
     right = getattr(module, name)
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +103,17 @@ def without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows take the prompt of the first."""
-    pack, tree = packing.pack, packing.prefix_tree
+    make, tree = packing.make_layout, packing.prefix_tree
 
-    def in_one_group(ids, *args, groups=None, **options):
-        return pack(ids, *args, groups=torch.zeros(len(ids), dtype=torch.int64) if groups else None, **options)
+    def in_one_group(ids, mask, labels, form, shifted):
+        groups = torch.zeros(len(ids), dtype=torch.int64) if form.groups else None
+        return make(ids, mask, labels, form._replace(groups=groups), shifted)
 
     def prefix_tree(*args):
         first, *others = tree(*args)
         return [first, *(branch if branch.shared else Branch(0, 1, 0) for branch in others)]
 
-    monkeypatch.setattr(packing, "pack", in_one_group)
+    monkeypatch.setattr(packing, "make_layout", in_one_group)
     monkeypatch.setattr(packing, "prefix_tree", prefix_tree)
 
 

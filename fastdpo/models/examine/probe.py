@@ -145,8 +145,8 @@ def _probe_rows(
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
-    options = {"shifted": True, "store_all": True, "count_padding": left_padding == "counted"}
-    layout = packing.pack(ids, mask, labels, groups=groups, reach=reach, **options)
+    form = packing.Form(groups, store_all=True, reach=reach, count_padding=left_padding == "counted")
+    layout = packing.make_layout(ids, mask, labels, form, shifted=True)
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
     return compare(model, layout, padded, attention.inputs_of(layout, ids), gradients=gradients)
 

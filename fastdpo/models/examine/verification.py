@@ -29,10 +29,11 @@ from ...ops.head.results import TokenLogps
 from ...reasons import Reason
 from .. import calls
 from ..batch import Call
+from ..installing import install_head, restore_padded, switch_attention
 from ..ranks.sharding import is_sharded, shared_reason
 from ..running.pace import training
 from ..scoring import prior_output, score
-from ..state import FusedForward, RunnableBatch, install_head, restore_padded, switch_attention
+from ..state import FusedForward, RunnableBatch
 from . import gradients
 from .comparable import without_trace
 from .snapshot import restored

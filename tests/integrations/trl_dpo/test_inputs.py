@@ -129,7 +129,7 @@ def causal_4d(batch):
 CONTRADICTING = {
     "padding position": lambda batch: batch["completion_mask"].fill_(1),
     "has holes": lambda batch: batch["attention_mask"][1, 1].zero_(),
-    "attention_mask must have one entry per token; got torch.bool of shape [8, 1, ": causal_4d,
+    "attention_mask must have the shape of input_ids [8, 23]; got [8, 1, 23, 23]": causal_4d,
 }
 
 

@@ -11,8 +11,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from fastdpo import packing
 from fastdpo.integrations.collating import CollatedBatch, with_layout
 from fastdpo.models import batch as batches
-from fastdpo.models.batch import Form, PaddedBatch, as_current, labels_from
-from fastdpo.packing import IGNORE_INDEX, Layout
+from fastdpo.models.batch import PaddedBatch, as_current, labels_from
+from fastdpo.packing import IGNORE_INDEX, Form, Layout
 from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import adapter, recorded_packs, train_both
 

@@ -10,7 +10,8 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo import packing
 from fastdpo.models import attention, images
-from fastdpo.models.batch import Call, Form
+from fastdpo.models.batch import Call
+from fastdpo.packing import Form
 from tests.support.models.mixer_errors import largest_error, pairs, results_of
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs

@@ -330,13 +330,13 @@ def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
 
 def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which the number of rows is appended whenever a batch is packed in this process."""
-    stock, recorded = packing.pack, []
+    stock, recorded = packing.make_layout, []
 
-    def pack(*args, **options):
+    def make_layout(*args):
         recorded.append(len(args[0]))
-        return stock(*args, **options)
+        return stock(*args)
 
-    monkeypatch.setattr(packing, "pack", pack)
+    monkeypatch.setattr(packing, "make_layout", make_layout)
     return recorded
 
 

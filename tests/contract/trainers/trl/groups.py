@@ -136,14 +136,14 @@ OPTIONS_OF_RLOO = {
 
 
 def _positions_start_at_1(monkeypatch):
-    stock = packing.pack
+    stock = packing.make_layout
 
-    def pack(*args, **kwargs):
+    def make_layout(*args, **kwargs):
         layout = stock(*args, **kwargs)
         layout.position_ids[layout.position_ids.argmax() :] += 1
         return layout
 
-    monkeypatch.setattr(packing, "pack", pack)
+    monkeypatch.setattr(packing, "make_layout", make_layout)
 
 
 class OwnScores:
