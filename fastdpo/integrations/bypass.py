@@ -1,4 +1,4 @@
-"""Trainers whose class bypasses the functions that are patched, so that nothing would be fused.
+"""What bypasses the functions that are patched: objects that existed before, and trainers whose class does so.
 
 A training in which nothing is fused is never silent. Whether a class reaches the fused call cannot be seen from its
 code, so the first step tells: if it has made no call of the policy, the trainer says so before the optimizer changes a
@@ -7,7 +7,8 @@ weight, or at its first log if it has no callbacks. This neither communicates no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..logs import report
@@ -50,3 +51,20 @@ def unused_reason(trainer: Any, stock: type, functions: Iterable[str]) -> Reason
     """
     own = [name for name in functions if hasattr(stock, name) and is_overridden(trainer, stock, [name])]
     return Reason("no-call", trainer=type(trainer).__name__, functions=" and ".join(own) or "none of its functions")
+
+
+def existing_instances(*kinds: type) -> list[Any]:
+    """Every instance of these classes and of their subclasses that exists now.
+
+    Looks once at what refers to the classes, which takes as long for all of them as for one.
+    `gc.get_objects` would return objects that other threads are still creating.
+    """
+    classes = [each for kind in kinds for each in (kind, *_subclasses(kind))]
+    known = {id(x) for x in classes}
+    return [x for x in gc.get_referrers(*classes) if id(type(x)) in known]
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

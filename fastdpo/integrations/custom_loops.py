@@ -32,9 +32,9 @@ from ..packing import IGNORE_INDEX
 from ..reasons import Reason
 from ..row_forms import require_ids
 from . import scored_rows, switching
+from .bypass import existing_instances
 from .options import require_compile
 from .padded_calls import Rows, padded_call, require_arguments
-from .replacements import existing_instances
 from .scored_rows import ScoredRows
 
 if TYPE_CHECKING:

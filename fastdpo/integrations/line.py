@@ -20,11 +20,13 @@ from torch import nn
 from ..logs import logger, report
 from ..models import forward
 from ..models.batch import as_current
+from ..models.calls import calls_line
 from ..models.identity.structure import is_training
 from ..models.parts import find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.running import pace
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, MakeOutput, state_of
+from ..ops import memory
 from ..reasons import Reason
 from . import switching
 from .admission.signatures import arguments_of, attribute_of, signature_difference
@@ -33,18 +35,21 @@ from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .collating import packing_batches
 from .options import PatchOptions
-from .replacements import Replacements, steps_callback, temporarily
+from .replacements import Replacements, temporarily
 from .scored_rows import Inputs, ScoredRows, score
 from .trainer_state import TrainerState
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainerCallback
 
 T = TypeVar("T")
 
 _CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
 """The function in which a trainer of transformers creates its accelerator, the last step before
 models are prepared."""
+
+DECIDED = "fastdpo: compiled layers"
+"""The part of a trainer's state that says what was decided (see `pace.Training.settled`)."""
 
 
 class TrainerLine:
@@ -259,15 +264,6 @@ class TrainerLine:
         self.budget.deal(trainer, loader)
         return loader
 
-    def begin_step(self, trainer: Any) -> None:
-        """Prepares the models of a trainer that another one has prepared since, which may train in a callback."""
-        state = self.state_of(trainer)
-        if state is not None:
-            if any(state_of(base) is not fused() for base, fused in state.forwards.items()):
-                self.prepare(trainer)
-            if not state.has_stepped:
-                forward.begin_step(self.policy(trainer), self.name)
-
     def prepare(self, trainer: Any) -> None:
         """Gives the models that a trainer has now the fused forward, unless they have the one that it asks for. Does
         nothing if it is not patched.
@@ -305,7 +301,65 @@ class TrainerLine:
             self.budget.attach(trainer)
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
-            trainer.add_callback(steps_callback(trainer, self))
+            trainer.add_callback(self._watching(trainer))
+
+    def _watching(self, trainer: Any) -> TrainerCallback:
+        """A callback that has the line follow each step of a trainer, and check it before its weights change."""
+        reference = weakref.ref(trainer)  # which holds the callback
+
+        def of_trainer(event: Callable[[Any, Any], None]) -> Callable[..., None]:
+            def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                trainer = reference()  # another one may be given its callbacks
+                if trainer is not None and trainer.args is args and self.state_of(trainer) is not None:
+                    event(trainer, state)
+
+            return call
+
+        return callback(
+            on_train_begin=of_trainer(self._begin_training),
+            on_step_begin=of_trainer(self._begin_step),
+            on_pre_optimizer_step=of_trainer(self._end_step),
+            on_log=of_trainer(self._log_once),
+            on_train_end=of_trainer(self._log_calls),
+        )
+
+    def _begin_training(self, trainer: Any, progress: Any) -> None:
+        """Has the trainer's checkpoints hold what is decided in a training."""
+        state = self.state_of(trainer)
+        state.first_step = progress.global_step + 1
+        state.training = pace.begin(progress.stateful_callbacks.setdefault(DECIDED, {}))
+
+    def _begin_step(self, trainer: Any, progress: Any) -> None:
+        """Says how many steps are left, and prepares the models of a trainer that another one has prepared since, which
+        may train in a callback.
+        """
+        state = self.state_of(trainer)
+        state.training.done = progress.global_step + 1 - state.first_step
+        state.training.left = progress.max_steps - progress.global_step
+        if state.budget is not None:
+            state.budget.start_step()
+        if any(state_of(base) is not fused() for base, fused in state.forwards.items()):
+            self.prepare(trainer)
+        if not state.has_stepped:
+            forward.begin_step(self.policy(trainer), self.name)
+
+    def _end_step(self, trainer: Any, progress: Any) -> None:
+        budget = self.state_of(trainer).budget
+        if budget is not None:
+            budget.require_batches()
+        self.first_step(trainer)
+
+    def _log_once(self, trainer: Any, progress: Any) -> None:
+        state = self.state_of(trainer)
+        if progress.global_step >= state.first_step and not state.has_logged:
+            state.has_logged = True
+            self._log_calls(trainer, progress, ends=False)
+
+    def _log_calls(self, trainer: Any, progress: Any, ends: bool = True) -> None:
+        """Logs how many calls of a trainer took which path, how many tokens were computed, and memory at the end."""
+        counted = calls_line(self.name, self.state_of(trainer).before)
+        for each in (counted, *(memory.lines() if ends else ())) if counted and progress.is_world_process_zero else ():
+            logger.info(each)
 
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Makes the transformers model in a model score batches."""
@@ -358,7 +412,6 @@ class TrainerLine:
             self.wrap("training_step", self._training_step)
             self.wrap("_inner_training_loop", self._train)
             self.wrap("evaluation_loop", self._evaluate)
-        logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
 
     def disable(self) -> None:
         """Restores the trainer class, and the trainers that were created since `enable`, with their models."""
@@ -435,6 +488,19 @@ class TrainerLine:
     def _belongs_to_another(self, trainer: Any) -> bool:
         """Whether the line of a subclass has given a trainer its state, or has left it unpatched."""
         return STATE in vars(trainer) and id(trainer) not in self._trainers
+
+
+def callback(**events: Callable[..., None]) -> TrainerCallback:
+    """A callback with these functions of a trainer's arguments, state and control, by the names of their events. A copy
+    of it, or a pickle, does nothing.
+
+    transformers is imported when the first one is made.
+    """
+    from transformers import TrainerCallback
+
+    functions: dict[str, Any] = {name: staticmethod(x) for name, x in events.items()}
+    functions["__reduce__"] = lambda self: (TrainerCallback, ())
+    return type("FastDPOCallback", (TrainerCallback,), functions)()
 
 
 def _set_mode(model: PreTrainedModel, mode: bool = True) -> Any:

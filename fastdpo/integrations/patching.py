@@ -15,12 +15,11 @@ from ..logs import logger, strict, warn
 from ..reasons import Reason
 from .admission import packages, tested_code
 from .admission.versions import installed_version, unsupported_version_reason
-from .bypass import STATE
+from .bypass import STATE, existing_instances
 from .imports import ImportWatcher
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, LINES, Line, Target, applies, lines_of, targeted_trainers
 from .options import PatchOptions
-from .replacements import existing_instances
 
 if TYPE_CHECKING:
     from ..models.running import Compile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..models.calls import Counted, counted
 from ..models.parts import Wrapping
+from ..models.running import pace
 
 if TYPE_CHECKING:
     from .trl.max_tokens.steps import StepBudget
@@ -30,6 +32,9 @@ class TrainerState:
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         has_fused: whether a call has been fused, if the line keeps it.
         has_stepped: whether the trainer has computed the gradients of a step.
+        has_logged: whether its calls were logged.
+        first_step: the number of that of the training that runs.
+        training: that runs, or one that has ended.
         before: what was counted in the process before the trainer was created.
         wrapping: remembers what is around its models.
         undo: undoes what was replaced in objects of the trainer.
@@ -42,6 +47,9 @@ class TrainerState:
     running: Any = None
     has_fused: bool = False
     has_stepped: bool = False
+    has_logged: bool = False
+    first_step: int = sys.maxsize
+    training: pace.Training = field(default_factory=pace.training)
     before: Counted = field(default_factory=counted)
     wrapping: Wrapping = field(default_factory=Wrapping)
     undo: ExitStack = field(default_factory=ExitStack)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ....logs import logger, warn
 from ....models import forward
 from ....reasons import Reason
-from ...replacements import callback
 from .refusals import engine_reason, require_supported, say_kept, unsupported_reason, user_code_reason
 from .steps import Batch, Scores, StepBudget
 
@@ -154,7 +153,6 @@ class Budget:
             return
         state.budget = StepBudget(self, trainer)
         state.undo.callback(state.budget.hand_back)
-        trainer.add_callback(callback(on_step_begin=state.budget.start_step))
 
     def fewest(self, trainer: Any) -> int:
         """The fewest micro-batches of a step by default: a rank that runs out of memory in the last one, in whose
