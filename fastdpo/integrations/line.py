@@ -29,7 +29,7 @@ from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, MakeOut
 from ..ops import memory
 from ..reasons import Reason
 from . import switching
-from .admission.signatures import arguments_of, attribute_of, signature_difference
+from .admission.signatures import arguments_of, attribute_of, parameters_of, signature_difference
 from .admission.tested_code import code_of, code_relied_on, differing
 from .admission.versions import installed_version
 from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
@@ -60,14 +60,14 @@ class TrainerLine:
 
     Attributes:
         class_name: that of the class, if the last part of `name` is not.
-        parameters: of functions that are replaced or relied on, the names of their parameters. "..." at the end stands
-            for any others.
+        parameters: of functions that the line calls, the names of their parameters. "..." at the end stands for any
+            others.
         relies_on: the functions whose results the line computes by itself. A newer version in which they have other
             code is left as it is.
         options_rely_on: by option of the trainer, functions that it relies on as well. In a newer version in which they
             have other code, the trainer does without it.
-        replaced: the functions of the class or of its module that methods of the line with these names replace. Each
-            is given the stock function in front of the arguments of a call.
+        replaced: the functions of the class or of its module that methods of the line with these names replace, for
+            trainers that are patched. A method has the parameters of the function, with the stock function in front.
         rewards: how the trainer's model scores rows, if it is a reward model.
         cutting: the `trl.max_tokens.budget.Budget` by which `max_tokens` cuts the trainer's steps, or None.
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
@@ -111,8 +111,11 @@ class TrainerLine:
         """How the functions that are replaced differ from those that were tested, or None. Changes nothing. May raise
         ImportError.
         """
-        created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(self.trainer_class(), "add_callback") else {}
-        reason = self.signature_difference({**created, **self.parameters})
+        differences = (
+            signature_difference(*self.function(written), expected, may_grow=self.is_newer)
+            for written, expected in self.expected_parameters().items()
+        )
+        reason = next(filter(None, differences), None)
         if reason is None and self.newer and (changed := differing(code_relied_on(self), self.newer)):
             return Reason("changed-code", functions=", ".join(changed))
         return reason
@@ -127,8 +130,10 @@ class TrainerLine:
         """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
         for written in self.replaced:
             name = written.removeprefix(":")
-            owner = self.trainer_class() if name == written else self.module()
-            self.replacements.wrap(owner, name, getattr(self, name))
+            if name == written:
+                self.wrap(name, functools.partial(self._call_if_patched, getattr(self, name)))
+            else:
+                self.replacements.wrap(self.module(), name, getattr(self, name))
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Calls the `__init__` of a trainer that has a state."""
@@ -186,13 +191,11 @@ class TrainerLine:
             return f"{scope.__name__}.{name}", attribute_of(scope, name)
         return f"{self.module().__name__}.{self._class_name}.{name}", attribute_of(self.trainer_class(), name)
 
-    def signature_difference(self, parameters: Mapping[str, list[str]]) -> Reason | None:
-        """How the parameters of functions differ from the expected ones, or None."""
-        differences = (
-            signature_difference(*self.function(written), expected, may_grow=self.is_newer)
-            for written, expected in parameters.items()
-        )
-        return next((each for each in differences if each is not None), None)
+    def expected_parameters(self) -> dict[str, list[str]]:
+        """The parameters of all functions that are replaced or called."""
+        created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(self.trainer_class(), "add_callback") else {}
+        replaced = {written: parameters_of(getattr(self, written.removeprefix(":"))) for written in self.replaced}
+        return {**created, **replaced, **self.parameters}
 
     def changed_code(self, functions: Iterable[str]) -> list[str]:
         """The full names of those functions that have other code than a tested version, in packages that are newer."""
@@ -202,9 +205,9 @@ class TrainerLine:
         """Replaces a function of the trainer class (see `Replacements.wrap`)."""
         self.replacements.wrap(self.trainer_class(), name, function)
 
-    def calls(self, trainer: Any, model: Any) -> bool:
-        """Whether a trainer's calls of a model are to be fused."""
-        return self.state_of(trainer) is not None and forward.is_installed(model, self.name)
+    def fuses(self, trainer: Any, model: Any) -> bool:
+        """Whether the calls of a model by a trainer that is patched are to be fused."""
+        return forward.is_installed(model, self.name)
 
     def score(
         self, model: Any, inputs: Inputs | Reason, results: Callable[[ScoredRows], T], stock: Callable[[Callable], T]
@@ -221,20 +224,17 @@ class TrainerLine:
         """The policy among the models of a trainer, or `trainer.model` where the line is not told its models."""
         return self.models(trainer).get("policy", getattr(trainer, "model", None))
 
-    def trainers(self) -> list[Any]:
-        """The trainers that were created since `enable`."""
-        return list(self._trainers.values())
-
     def first_step(self, trainer: Any) -> None:
         """Says, in the first step of a training, that its policy has had no call to fuse. One that has fallen back
         counts, since it has reported its own reason. A trainer without callbacks of transformers calls this at its
         first log.
         """
         state = self.state_of(trainer)
-        if state is not None and not state.has_stepped:
+        if not state.has_stepped:
             state.has_stepped = True
             if not forward.was_trained(self.policy(trainer), self.name):
-                functions = dict.fromkeys((*self.parameters, *self.replaced))
+                relied_on = (*self.relies_on, *getattr(self.cutting, "relies_on", ()))
+                functions = dict.fromkeys((*self.expected_parameters(), *relied_on))
                 self.unused(trainer, unused_reason(trainer, self.trainer_class(), functions))
 
     def noting(self, trainer: Any, model: Any) -> Any:
@@ -255,8 +255,6 @@ class TrainerLine:
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Where steps are cut, micro-batches are packed instead, of units that may be dealt to the ranks."""
-        if self.state_of(trainer) is None:
-            return stock(trainer, *args, **kwargs)
         if self.budget is None or not self.budget.cuts(trainer):
             with packing_batches(trainer, self.groups, self.padding(trainer)):
                 return stock(trainer, *args, **kwargs)
@@ -417,7 +415,7 @@ class TrainerLine:
         """Restores the trainer class, and the trainers that were created since `enable`, with their models."""
         self.replacements.undo()
         self._patched_class = None
-        for trainer in self.trainers():
+        for trainer in list(self._trainers.values()):
             state = self.state_of(trainer)
             if state is not None:
                 state.undo.close()
@@ -484,6 +482,11 @@ class TrainerLine:
         base = next((x for x in modules if x in MODELS and "train" not in vars(x)), None)
         with nullcontext() if base is None else temporarily(base, train=MethodType(_set_mode, base)):
             return stock(trainer, model, *args, **kwargs)
+
+    def _call_if_patched(self, method: Callable, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the line in the place of the stock function, unless a trainer is not patched by it."""
+        function = stock if self.state_of(trainer) is None else functools.partial(method, stock)
+        return function(trainer, *args, **kwargs)
 
     def _belongs_to_another(self, trainer: Any) -> bool:
         """Whether the line of a subclass has given a trainer its state, or has left it unpatched."""

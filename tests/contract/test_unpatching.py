@@ -73,8 +73,8 @@ def test_a_class_is_restored(harness, tmp_path):
 
 @each()
 def test_another_signature_is_refused_with_the_difference(harness, monkeypatch):
-    """Of each function of the class that the line replaces or relies on."""
-    trainer_class, functions = harness.trainer_class(), harness.line().parameters
+    """Of each function of the class that the line replaces or calls."""
+    trainer_class, functions = harness.trainer_class(), harness.line().expected_parameters()
     for name in functions.keys() & {x for kind in trainer_class.__mro__ for x in vars(kind)}:
         with monkeypatch.context() as changing:
             changing.setattr(trainer_class, name, lambda something_new: something_new.logits)

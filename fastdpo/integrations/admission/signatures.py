@@ -24,6 +24,15 @@ def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any
     return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
 
 
+def parameters_of(method: Callable) -> list[str]:
+    """The names of those parameters of a replaced function that the method of a line in its place takes. It has the
+    stock function in front of them, and a trainer as `self`.
+    """
+    _, *parameters = inspect.signature(method).parameters.values()
+    names = ("..." if x.kind in _VARIABLE else "self" if x.name == "trainer" else x.name for x in parameters)
+    return [*dict.fromkeys(names)]
+
+
 def signature_difference(name: str, function: Any, expected: Sequence[str], *, may_grow: bool) -> Reason | None:
     """Returns how the parameters of a function differ from the expected ones, or None.
 

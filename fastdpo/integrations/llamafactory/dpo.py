@@ -10,7 +10,6 @@ its own functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ...reasons import Reason
 from ..scored_rows import ScoredRows, label_mask
-from .line import INPUTS, PARAMETERS, FactoryLine, mean_logits_of
+from .line import INPUTS, FactoryLine, mean_logits_of
 
 if TYPE_CHECKING:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
@@ -31,17 +30,6 @@ _LOGITS = ("chosen_logits", "rejected_logits")
 
 class FactoryDPOLine(FactoryLine):
     class_name = "CustomDPOTrainer"
-    parameters = MappingProxyType(
-        {
-            **PARAMETERS,
-            "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
-            "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],  # reads what takes the place of logits
-            "compute_preference_loss": [
-                *("self", "policy_chosen_logps", "policy_rejected_logps"),
-                *("reference_chosen_logps", "reference_rejected_logps"),
-            ],
-        }
-    )
     relies_on = ("concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "log")
 
@@ -64,8 +52,7 @@ class FactoryDPOLine(FactoryLine):
             return _results(trainer, output, is_ref_model)
         called = model if output is None else lambda **inputs: output
         results = stock(trainer, called, batch, is_ref_model)
-        state = self.state_of(trainer)
-        if state is not None and state.has_fused:  # other batches are: log the same means for this one
+        if self.state_of(trainer).has_fused:  # other batches are: log the same means for this one
             logits = torch.cat([results[name] for name in _LOGITS])
             results |= _logits(mean_logits_of(logits), label_mask(labels).to(logits.device))
         return results

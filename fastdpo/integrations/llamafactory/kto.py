@@ -11,7 +11,7 @@ scored in one call, in which they share their prompts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ...models.batch import inputs_once
 from ..bypass import is_overridden
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows, equal_when_merged, label_mask, masked_mean, merged, parts_of
-from .line import INPUTS, PARAMETERS, FactoryLine, mean_logits_of
+from .line import INPUTS, FactoryLine, mean_logits_of
 
 if TYPE_CHECKING:
     from llamafactory.train.kto.trainer import CustomKTOTrainer
@@ -32,33 +32,24 @@ _KNOWN = {"kto_tags", *(f"{prefix}{name}" for prefix in _PREFIXES for name in IN
 
 class FactoryKTOLine(FactoryLine):
     class_name = "CustomKTOTrainer"
-    parameters = MappingProxyType(
-        {
-            **PARAMETERS,
-            "concatenated_forward": ["self", "model", "batch"],
-            "forward": ["self", "model", "batch", "prefix"],
-            "get_batch_loss_metrics": ["self", "model", "batch"],  # reads what takes the place of logits
-        }
-    )
     relies_on = ("forward", "concatenated_forward", ":get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward", "forward", "log")
 
     def concatenated_forward(
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]
     ) -> Any:
-        state = self.state_of(trainer)
-        if state is None or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return stock(trainer, model, batch)
         calls_by_itself = is_overridden(trainer, self.trainer_class(), ("forward",))
         outputs = {} if calls_by_itself else self._merged_outputs(trainer, model, batch)
-        with temporarily(state, running=outputs):
+        with temporarily(self.state_of(trainer), running=outputs):
             return stock(trainer, model, batch)
 
     def forward(
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor], prefix: str = ""
     ) -> Any:
         state = self.state_of(trainer)
-        output = state.running.get(prefix) if state is not None and state.running else None
+        output = state.running.get(prefix) if state.running else None
         if output is None:
             output = self.output_of(trainer, model, _rows(batch, prefix), batch.keys() - _KNOWN)
         if isinstance(output, ScoredRows):
@@ -67,7 +58,7 @@ class FactoryKTOLine(FactoryLine):
             return logits.detach(), sums, means
         called = model if output is None else lambda **inputs: SimpleNamespace(logits=output.logits)
         logits, *logps = stock(trainer, called, batch, prefix)
-        if state is not None and state.has_fused:  # other batches are: log the same means for this one
+        if state.has_fused:  # other batches are: log the same means for this one
             means = mean_logits_of(logits)
             mask = label_mask(batch[f"{prefix}labels"]).to(means.device)
             logits = masked_mean(means, mask, 1)

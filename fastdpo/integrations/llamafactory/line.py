@@ -12,6 +12,7 @@ padding are not scored here, so those of a fused model are means over completion
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,16 +28,16 @@ from ..scored_rows import ScoredRows
 
 INPUTS = ("input_ids", "attention_mask", "labels")
 
-PARAMETERS = {
-    "__init__": ["self", "model", "ref_model", "finetuning_args", "processor", "disable_dropout", "kwargs"],
-    "log": ["self", "logs", "args", "kwargs"],
-}
 _KERNELS = dict(liger_kernel="Liger", unsloth="Unsloth", unsloth_compiled_cache="Unsloth", kt_kernel="KTransformers")
 """By the packages of their code, what replaces modules of a model."""
 
 
 class FactoryLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
+
+    parameters = MappingProxyType(
+        {"__init__": ["self", "model", "ref_model", "finetuning_args", "processor", "disable_dropout", "kwargs"]}
+    )
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return replaced_kernels(arguments.get("args"), *_models(arguments).values())
@@ -50,8 +51,7 @@ class FactoryLine(TrainerLine):
         stock(trainer, *args, **kwargs)
 
     def log(self, stock: Callable, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        state = self.state_of(trainer)
-        if state is None or not state.has_fused:
+        if not self.state_of(trainer).has_fused:
             stock(trainer, logs, *args, **kwargs)
             return
         renamed = _RenamedLogits(logs)
@@ -71,7 +71,7 @@ class FactoryLine(TrainerLine):
             The scored rows; or an output with `logits` [R, L, V], if the call has fallen back; or
             None, if the trainer is to call the model.
         """
-        if not self.calls(trainer, model):
+        if not self.fuses(trainer, model):
             return None
         if others:
             reason = Reason("batch-entries", names=", ".join(sorted(others)))

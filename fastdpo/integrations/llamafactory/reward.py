@@ -53,12 +53,6 @@ class _LastStates(RewardHead):
 
 
 class FactoryRewardLine(TrainerLine):
-    parameters = MappingProxyType(
-        {
-            "__init__": ["self", "finetuning_args", "processor", "kwargs"],
-            "compute_loss": ["self", "model", "inputs", "return_outputs", "kwargs"],
-        }
-    )
     relies_on = ("compute_loss",)
     replaced = ("compute_loss",)
     rewards = _LastStates()
@@ -75,7 +69,7 @@ class FactoryRewardLine(TrainerLine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not self.calls(trainer, model):
+        if not self.fuses(trainer, model):
             return stock(trainer, model, inputs, *args, **kwargs)
 
         def called(labels: Tensor | None = None, **others: Any) -> tuple[Any, Any, Tensor]:

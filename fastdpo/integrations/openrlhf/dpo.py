@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...models import forward
 from ...models.batch import inputs_once
 from ...models.examine.support import wrapping_reason
 from ...models.parts import base_of
 from ...models.state import ForwardOptions
 from ...packing import IGNORE_INDEX
 from ..scored_rows import Inputs, ScoredRows
-from .line import OpenRLHFLine, strategy_unsupported_reason
+from .line import OpenRLHFLine
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -35,11 +34,8 @@ Results = tuple[Tensor, Tensor, Any, Tensor]
 """
 
 _PARAMETERS = {
-    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens", "..."],
     "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens", "..."],
     "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens", "..."],
-    "save_logs_and_checkpoints": ["self", "..."],
-    "openrlhf.models.actor:Actor.forward": ["self", "sequences", "..."],
 }
 _SCORES = (
     *("concatenated_forward", "_get_batch_logps", "openrlhf.models.actor:Actor.forward"),
@@ -70,14 +66,10 @@ class OpenRLHFDPOLine(OpenRLHFLine):
         prompt_id_lens: list[int],
     ) -> Results:
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        state = self.state_of(trainer)
-        if state is None:  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, *batch)
-        reason = strategy_unsupported_reason(trainer) or forward.unsupported_reason(model, self.name)
-        if reason is not None:
-            forward.record_fallback(model, self.name, reason)
-            return stock(trainer, model, *batch)
-        rows = inputs_once(state, batch[:-1], lambda: rows_of(trainer, *batch))  # for policy and reference
+        # Policy and reference get the same batch, and so one layout.
+        rows = inputs_once(self.state_of(trainer), batch[:-1], lambda: rows_of(trainer, *batch))
         return score(trainer, model, rows, prompt_id_lens)
 
 

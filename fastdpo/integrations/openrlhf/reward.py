@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...models import forward
 from ...models.reward_head import RewardHead, labels_at
 from ...reasons import Reason
-from .line import OpenRLHFLine, strategy_unsupported_reason
+from .line import OpenRLHFLine
 
 if TYPE_CHECKING:
     from openrlhf.trainer.rm_trainer import RewardModelTrainer
 
 _PARAMETERS = {
-    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "..."],
-    "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "..."],
-    "save_logs_and_checkpoints": ["self", "..."],
     "openrlhf.models.model:_get_reward_model": [
         *("base_pretrained_model", "base_llm_model", "value_head_prefix", "packing_samples", "..."),
     ],
@@ -67,11 +63,7 @@ class OpenRLHFRewardLine(OpenRLHFLine):
     def concatenated_forward(
         self, stock: Callable, trainer: RewardModelTrainer, model: nn.Module, *batch: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        if not self.calls(trainer, model):
-            return stock(trainer, model, *batch)
-        reason = strategy_unsupported_reason(trainer)
-        if reason is not None:
-            forward.record_fallback(model, self.name, reason)
+        if not self.fuses(trainer, model):
             return stock(trainer, model, *batch)
 
         def called(ids: Tensor, ring_attn_group: None, **kwargs: Any) -> Any:

@@ -14,21 +14,15 @@ from ...models.calls import counting_calls_as
 from ..scored_rows import ScoredRows
 from .line import SCORES, SwiftLine
 
-_PARAMETERS = {
-    "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
-    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval", "pair_loss_scale"],
-}
-
 
 class SwiftDPOLine(SwiftLine):
-    parameters = _PARAMETERS
     relies_on = ("concatenated_forward", *SCORES)
     replaced = ("concatenated_forward",)
 
     def concatenated_forward(
         self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any], is_ref_model: bool = False
     ) -> dict[str, Any]:
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, batch, is_ref_model)
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
         results = functools.partial(_results, None if is_ref_model else trainer.args.ld_alpha)

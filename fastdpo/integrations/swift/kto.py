@@ -28,21 +28,13 @@ _COMPLETIONS, _KL = "completion_", "KL_completion_"
 _KL_OUTPUT = "KL_output"
 _ROWS = ("input_ids", "attention_mask", "labels")
 
-_PARAMETERS = {
-    "forward": ["self", "model", "batch"],
-    "_get_model_kwargs": ["self", "inputs", "prefix"],
-    "_compute_kl_logps": ["self", "model", "batch"],
-    "get_batch_logps": ["self", "inputs", "logits", "labels"],
-}
-
 
 class SwiftKTOLine(SwiftLine):
-    parameters = _PARAMETERS
-    relies_on = (*_PARAMETERS, *SCORES)
     replaced = ("forward", "_get_model_kwargs", "_compute_kl_logps", "get_batch_logps")
+    relies_on = (*replaced, *SCORES)
 
     def forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, batch)
         prefixes = (prefix for prefix in (_COMPLETIONS, _KL) if f"{prefix}labels" in batch)
         inputs: dict[str, Any] = {x: self._inputs_of_kind(trainer, model, batch, x) for x in prefixes}
@@ -59,18 +51,18 @@ class SwiftKTOLine(SwiftLine):
             return stock(trainer, lambda **kwargs: completions, batch)
 
     def _get_model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
-        state = self.state_of(trainer)
-        if state is None or state.running is None:
+        running = self.state_of(trainer).running
+        if running is None:
             return stock(trainer, inputs, prefix)
-        rows = state.running[prefix]
+        rows = running[prefix]
         return {**rows, "fused_lm_head": True}, rows["labels"]
 
     def _compute_kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
-        state = self.state_of(trainer)
-        if state is not None and state.running is not None and _KL_OUTPUT in state.running:
-            kwargs, labels = trainer._get_model_kwargs(batch, _KL)
-            return trainer.get_batch_logps(kwargs, state.running[_KL_OUTPUT].logits, labels)[0]
-        return stock(trainer, model, batch)
+        running = self.state_of(trainer).running
+        if running is None or _KL_OUTPUT not in running:
+            return stock(trainer, model, batch)
+        kwargs, labels = trainer._get_model_kwargs(batch, _KL)
+        return trainer.get_batch_logps(kwargs, running[_KL_OUTPUT].logits, labels)[0]
 
     def get_batch_logps(
         self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor

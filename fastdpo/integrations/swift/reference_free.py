@@ -22,16 +22,10 @@ from .line import SwiftLine
 _TRL = ">=0.28,<0.30"
 """The tested versions of TRL, whose losses read means of logits in place of logits."""
 
-_PARAMETERS = {
-    "concatenated_forward": ["self", "model", "batch"],
-    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-}
-
 
 class SwiftReferenceFreeLine(SwiftLine):
     """The line of one of the two trainers."""
 
-    parameters = _PARAMETERS
     relies_on = ("concatenated_forward",)
     replaced = ("concatenated_forward",)
 
@@ -44,7 +38,7 @@ class SwiftReferenceFreeLine(SwiftLine):
         return reason
 
     def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, batch)
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
         if is_overridden(trainer, self.trainer_class(), ("get_batch_loss_metrics",)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +19,6 @@ from ..scored_rows import Inputs, ScoredRows
 
 
 class A2POLine(TrainerLine):
-    parameters = MappingProxyType(
-        {"_get_sequence_logps": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]}
-    )
     relies_on = ("_get_sequence_logps",)
     replaced = ("_get_sequence_logps",)
 
@@ -30,7 +26,7 @@ class A2POLine(TrainerLine):
         self, stock: Callable, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
     ) -> Tensor:
         batch = input_ids, attention_mask, logits_to_keep
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, *batch)
         # Policy and reference get the same batch, and so one layout.
         make = functools.partial(inputs_of, trainer, *batch)

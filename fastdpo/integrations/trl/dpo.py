@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -36,26 +37,10 @@ from .models import reference_logps
 
 DPOTrainer = Any  # of one of several versions
 
-PARAMETERS = {
-    "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
-    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
-}
 RELIES_ON = (*STEPS, *dealing.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call")
 """The functions that `max_tokens` relies on in trainers of preferences (see `Budget.relies_on`)."""
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 """The values of `loss_type` with which a loss is not a mean over pairs."""
-_PARAMETERS = {
-    **PARAMETERS,
-    "__init__": [
-        *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-        *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config", "..."),
-    ],
-    "compute_ref_log_probs": ["self", "model", "inputs"],
-    ":DataCollatorForPreference.__init__": [
-        *("self", "pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"),
-    ],
-    ":DataCollatorForPreference.torch_call": ["self", "examples"],
-}
 
 
 def uncuttable(trainer: DPOTrainer) -> str | None:
@@ -126,8 +111,6 @@ class RewrittenDPOLine(TrainerLine):
         **kwargs: Any,
     ) -> Any:
         state = self.state_of(trainer)
-        if state is None:
-            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = [x for x in (model, trainer.ref_model) if x is not None]
         with (
             computing_loss(trainer, state, models, inputs),
@@ -199,7 +182,7 @@ def padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> I
 
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
-    parameters = _PARAMETERS
+    parameters = MappingProxyType({"compute_ref_log_probs": ["self", "model", "inputs"]})
     images = True
     options_rely_on: ClassVar = {**RewrittenDPOLine.options_rely_on, "cp_size": context_parallel.RELIES_ON}
     cutting = PaddedBudget(**PAIRS, fields=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))

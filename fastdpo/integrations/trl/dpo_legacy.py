@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,23 +34,18 @@ from .gathering import of_all_ranks
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
 
-_PARAMETERS = {
-    "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
-    "concatenated_inputs": ["batch", "padding_value"],
-    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-}
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
 
 class LegacyDPOLine(TrainerLine):
-    parameters = _PARAMETERS
+    parameters = MappingProxyType(
+        {
+            "concatenated_inputs": ["batch", "padding_value"],
+            ":flush_left": ["mask", "..."],
+            ":flush_right": ["mask", "..."],
+        }
+    )
     replaced = ("concatenated_forward", "get_batch_loss_metrics")
-
-    def unsupported_reason(self) -> Reason | None:
-        missing = [name for name in ("flush_left", "flush_right") if not hasattr(self.module(), name)]
-        if missing:
-            return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {missing[0]}")
-        return super().unsupported_reason()
 
     def prepared_reason(self, trainer: DPOTrainer) -> Reason | None:
         return liger_reason(trainer.args)
@@ -74,7 +70,7 @@ class LegacyDPOLine(TrainerLine):
     def concatenated_forward(
         self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], is_ref_model: bool = False
     ) -> dict[str, Tensor]:
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, batch, is_ref_model)
 
         def from_logits(of_model):
@@ -91,8 +87,7 @@ class LegacyDPOLine(TrainerLine):
     def get_batch_loss_metrics(
         self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], train_eval: str = "train"
     ) -> Any:
-        is_patched = self.state_of(trainer) is not None  # otherwise created before patch()
-        with of_all_ranks(trainer.accelerator) if is_patched else nullcontext():
+        with of_all_ranks(trainer.accelerator):
             return stock(trainer, model, batch, train_eval)
 
 

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from .dpo import PAIRS, PARAMETERS, DPOTrainer, RewrittenDPOLine
+from .dpo import PAIRS, DPOTrainer, RewrittenDPOLine
 from .logits_line import LogitsBudget, LogitsLine
-
-_PARAMETERS = {
-    **PARAMETERS,
-    "__init__": [
-        *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-        *("compute_metrics", "callbacks", "optimizers", "..."),
-    ],
-    ":selective_log_softmax": ["logits", "index", "..."],
-}
-_TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"]
 
 
 class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
-    parameters = _PARAMETERS
     cutting = LogitsBudget(**PAIRS)
 
     def unsupported_reason(self) -> Reason | None:
-        trainer = self.trainer_class()
-        if "logits" not in trainer._compute_loss.__code__.co_names:
+        if "logits" not in self.trainer_class()._compute_loss.__code__.co_names:
             return Reason("different-code", difference="DPOTrainer._compute_loss must read logits")
-        since_1_9 = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters
-        parameters = {"compute_ref_log_probs": ["self", *(("model",) if since_1_9 else ()), "inputs"]}
-        if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29
-            parameters["_truncate_inputs"] = _TRUNCATE_PARAMETERS
-        return super().unsupported_reason() or self.signature_difference(parameters)
+        return super().unsupported_reason()
 
     def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
         weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()

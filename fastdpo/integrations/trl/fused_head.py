@@ -20,7 +20,6 @@ from ...models.identity.functions import closure_contents, inner_function, modul
 from ...models.parts import find_base, is_transformers_model, text_config
 from ...models.scoring import router_loss
 from ...models.state import MakeOutput, ScoredBatch, state_of
-from ...reasons import Reason
 from ..line import TrainerLine
 from ..replacements import temporarily
 
@@ -48,8 +47,8 @@ class FusedHeadLine(TrainerLine):
     kind_without_gradient: ClassVar[str] = "policy"
     images: ClassVar[bool] = False
 
-    def unsupported_reason(self) -> Reason | None:
-        return self.signature_difference(_PARAMETERS) or super().unsupported_reason()
+    def expected_parameters(self) -> dict[str, list[str]]:
+        return {**_PARAMETERS, **super().expected_parameters()}
 
     def replace(self) -> None:
         super().replace()

@@ -32,18 +32,6 @@ from .max_tokens.refusals import NotCut
 from .max_tokens.steps import Batch
 
 _SCORES = "_get_per_token_logps_and_entropies"
-_PARAMETERS = {
-    ":use_adapter": ["model", "adapter_name"],
-    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-    "_compute_loss": ["self", "model", "inputs"],
-    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-    _SCORES: [
-        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
-        *("compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"),
-        *("spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-    ],
-}
-
 _GENERATIONS = (
     *("_prepare_inputs", "_generate_and_score_completions", ":shuffle_sequence_dict", ":split_tensor_dict"),
     *(":split_pixel_values_by_grid", ":unsplit_pixel_values_by_grid"),
@@ -146,7 +134,6 @@ def joined_entry(name: str, values: list[Any]) -> Tensor | None:
 class GroupLine(FusedHeadLine):
     """The line of one of the two trainers."""
 
-    parameters = _PARAMETERS
     replaced = (":use_adapter",)
     cutting = GroupBudget(
         relies_on=(*STEPS, *_GENERATIONS, "compute_loss", "_compute_loss", _SCORES), uncuttable=uncuttable

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +43,6 @@ from .models import reference_of
 if TYPE_CHECKING:
     from trl.trainer.kto_trainer import KTOTrainer
 
-_PARAMETERS = {
-    "compute_ref_log_probs": ["self", "model", "inputs"],
-    "_compute_kl_logps": ["self", "model", "batch"],
-    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
-    "training_step": ["self", "args", "kwargs"],
-}
 _LOSS = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
 _KL_ROWS = tuple(f"KL_{name}" for name in _ROWS)
@@ -101,7 +96,7 @@ class KTOBudget(PaddedBudget):
 
 
 class KTOLine(FusedHeadLine):
-    parameters = _PARAMETERS
+    parameters = MappingProxyType({"_compute_kl_logps": ["self", "model", "batch"]})
     replaced = ("compute_ref_log_probs", "_compute_loss")
     cutting = KTOBudget(
         relies_on=(*STEPS, *_LOSS, ":DataCollatorForUnpairedPreference.torch_call"),

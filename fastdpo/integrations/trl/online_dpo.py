@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,22 +29,15 @@ from .gathering import of_all_ranks
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
 
-_PARAMETERS = {
-    "_forward": [*("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")],
-    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-}
-
 
 class OnlineDPOLine(TrainerLine):
-    parameters = _PARAMETERS
     relies_on = ("_forward",)
-    replaced = ("training_step", "_forward")
+    replaced = ("_forward", "training_step")
 
     def training_step(
         self, stock: Callable, trainer: OnlineDPOTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        is_patched = self.state_of(trainer) is not None  # otherwise created before patch()
-        with of_all_ranks(trainer.accelerator) if is_patched else nullcontext():
+        with of_all_ranks(trainer.accelerator):
             return stock(trainer, model, inputs, *args, **kwargs)
 
     def _forward(
@@ -60,7 +52,7 @@ class OnlineDPOLine(TrainerLine):
         vision_inputs: Any = None,
     ) -> Tensor:
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
-        if not self.calls(trainer, model):  # created before patch()
+        if not self.fuses(trainer, model):
             return stock(trainer, model, *inputs)
 
         def from_logits(called: Any) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ _PARAMETERS = {
 class ReferenceFreeLine(TrainerLine):
     """The line of one of the two trainers."""
 
-    parameters = _PARAMETERS
+    parameters = MappingProxyType({"concatenated_inputs": ["batch", "is_encoder_decoder", "padding_value", "device"]})
     relies_on = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward",)
 
@@ -43,7 +44,7 @@ class ReferenceFreeLine(TrainerLine):
         return ("mean_logits",)
 
     def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
-        if not self.calls(trainer, model):
+        if not self.fuses(trainer, model):
             return stock(trainer, model, batch)
         if trainer.is_encoder_decoder:
             forward.record_fallback(model, self.name, Reason("encoder-decoder", model="the model"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from ...data.columns import COLUMNS
@@ -25,7 +24,6 @@ def uncuttable(trainer: Any) -> str | None:
 
 
 class RewardLine(TrainerLine):
-    parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
     replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
     cutting = PaddedBudget(
@@ -42,7 +40,7 @@ class RewardLine(TrainerLine):
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         ids = inputs.get("input_ids")
-        if self.state_of(trainer) is None or ids is None:
+        if ids is None:
             return stock(trainer, model, inputs, *args, **kwargs)
         with labels_from(ids, ids), of_all_ranks(trainer.accelerator):
             return stock(trainer, self.noting(trainer, model), inputs, *args, **kwargs)

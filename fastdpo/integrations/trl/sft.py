@@ -14,16 +14,6 @@ from .fused_head import FusedHeadLine
 from .max_tokens.budget import STEPS
 from .max_tokens.padded_budget import PaddedBudget
 
-_PARAMETERS = {
-    "__init__": [
-        *("self", "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-        *("compute_loss_func", "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs"),
-        *("preprocess_logits_for_metrics", "quantization_config", "peft_config", "formatting_func"),
-    ],
-    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-    "training_step": ["self", "args", "kwargs"],
-}
-
 
 def uncuttable(trainer: Any) -> str | None:
     if trainer.model_accepts_loss_kwargs:
@@ -32,7 +22,6 @@ def uncuttable(trainer: Any) -> str | None:
 
 
 class SFTLine(FusedHeadLine):
-    parameters = _PARAMETERS
     replaced = ("compute_loss", *REPLACED)
     # The loss of a step is a sum over its tokens, which the trainer divides by their number in all of its batches.
     cutting = PaddedBudget(

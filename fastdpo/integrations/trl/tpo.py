@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ def with_weights(joined: Batch, sizes: list[int]) -> Batch:
 
 
 class TPOLine(LogitsLine):
-    parameters = MappingProxyType({"_compute_loss": ["self", "model", "inputs", "return_outputs"]})
     relies_on = ("_compute_loss",)
     replaced = ("_compute_loss", *REPLACED)
     cutting = LogitsBudget(
@@ -53,10 +51,7 @@ class TPOLine(LogitsLine):
     def _compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: Batch, return_outputs: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        state = self.state_of(trainer)
-        if state is None:
-            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        inputs = dict(inputs)
+        inputs, state = dict(inputs), self.state_of(trainer)
         weights, called = inputs.pop(_WEIGHT, None), self.noting(trainer, model)
         if weights is not None:
             called = functools.partial(self._weighted, trainer, called, weights, inputs["completion_mask"])
