@@ -37,10 +37,9 @@ from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.examine.comparable import in_evaluation_mode
 from ..models.examine.support import rope_reason
-from . import keys, passes, ranks, scoring
+from . import keys, passes, scoring
 from .pairs import Pairs
 from .passes import TOKENS_PER_BATCH, RefLogps
-from .shards import Shards
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -76,7 +75,8 @@ def precompute(
     was killed. Processes that compute the same values at the same time each compute them.
 
     Values are not cached, with one warning, if the directory is not writable, or if the model runs
-    hooks, replaced forwards or other functions, or holds objects, that a hash cannot identify.
+    hooks, replaced forwards or other functions, or holds objects, that a hash cannot identify, or has parameters that
+    cannot be read, such as those of an offloaded model.
 
     With torch.distributed initialised, every rank calls this with the same arguments, computes its
     share of the values and returns all of them, whether or not ranks have a common disk. Tensor
@@ -107,9 +107,8 @@ def precompute(
     Raises:
         ValueError, TypeError: an argument breaks a rule above; a stored file, which the message
             names, is not valid, and nothing of it is used; or a log-probability is not finite.
-        NotImplementedError: parameters cannot be read for the cache's key; or a row is so long that the
-            model's rotary embeddings depend on the width of its batch (LongRoPE, dynamic NTK), so that a
-            pair has no values of its own.
+        NotImplementedError: a row is so long that the model's rotary embeddings depend on the width of its
+            batch (LongRoPE, dynamic NTK), so that a pair has no values of its own.
         NotFused: with `FASTDPO_STRICT=1`, the model cannot be packed, or values cannot be cached.
     """
     if ld_alpha is not None:
@@ -129,13 +128,7 @@ def precompute(
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):
         bounds = (int(tokens_per_batch), None if forward.is_fused(base) else 1)
-        options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
-        ranks.require_equal_work(pairs.digest, *options, directory is None)
-        shards = None
-        if directory is not None and not ranks.cache_disabled(keys.uncacheable_reason(model)):
-            key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
-            ranks.require_equal_work(key)
-            shards = Shards(directory / key, key, len(pairs))
+        shards = keys.shards_of(directory, model, pairs, _precision(device), ld_alpha, bounds)
         return passes.run(score, pairs, shards, bounds, device)
 
 

@@ -15,16 +15,54 @@ from ..models.adapters import active_adapters
 from ..models.parts import base_of
 from ..models.ranks.sharding import is_sharded
 from ..reasons import Reason
+from . import ranks
 from .digests import canonical_json, config_digest, tensor_digest
-from .module_state import ModuleStates, NotCacheable, require_no_additions
+from .module_state import ModuleStates, require_no_additions
+from .shards import Shards
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
     from .pairs import Pairs
 
+Bounds = tuple[int, int | None]
+"""The packed tokens and the pairs, or None for any number of them, of the largest batch in one call of the model.
+A pair of more tokens is a batch of its own.
+"""
+
 VERSION = "fastdpo.ref_logps/5"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""
+
+
+def shards_of(
+    directory: Path | None, model: nn.Module, pairs: Pairs, precision: str, ld_alpha: float | None, bounds: Bounds
+) -> Shards | None:
+    """The files with the values of these pairs under a model, as it would run now, in this precision.
+
+    Every rank must call this, with the same arguments.
+
+    Returns:
+        The files. None without a directory, or, with one logged reason, if the values cannot be cached.
+
+    Raises:
+        ValueError: ranks were given other arguments.
+    """
+    options = (pairs.max_length, pairs.truncation_mode, ld_alpha, bounds)
+    ranks.require_equal_work(pairs.digest, *options, directory is None)
+    if directory is None or ranks.cache_disabled(uncacheable_reason(model)):
+        return None
+    digest, reason = "", None
+    try:
+        digest = model_digest(base_of(model, "precompute"))
+    except NotImplementedError as error:
+        reason = Reason("no-key", error=error)
+    if ranks.cache_disabled(reason):
+        return None
+    found = key(pairs, digest, precision, ld_alpha)
+    ranks.require_equal_work(found)
+    return Shards(directory / found, found, len(pairs))
 
 
 def key(pairs: Pairs, model: str, precision: str, ld_alpha: float | None) -> str:
@@ -81,7 +119,7 @@ def uncacheable_reason(model: nn.Module) -> Reason | None:
         ModuleStates(base)
         for name, module in model.named_modules():
             if module not in inside:  # a wrapper of the model
-                require_no_additions(name, module)
-    except NotCacheable as error:
+                require_no_additions(name or "the model", module)
+    except NotImplementedError as error:
         return Reason("no-key", error=error)
     return None

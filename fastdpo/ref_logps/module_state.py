@@ -1,8 +1,9 @@
 """Everything about a model's modules that its outputs depend on: classes, tensors and attributes.
 
 A class is identified by its name, the bytes of its file and the version of its package. Hooks, forwards that
-replace that of a class, and objects that are not known raise `NotCacheable`. Those of trainers and
-engines (accelerate, PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out.
+replace that of a class, and objects that are not known raise NotImplementedError: values cannot be cached, since a
+model with other outputs may look the same. Those of trainers and engines (accelerate, PEFT, FSDP2, fastdpo) do not
+change a model's outputs and are left out.
 """
 
 from __future__ import annotations
@@ -45,10 +46,6 @@ _COLLECTIONS = (Mapping, list, tuple, set, frozenset)
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
-class NotCacheable(NotImplementedError):
-    """A model cannot be distinguished from one with other outputs, so its values cannot be cached."""
-
-
 class ModuleStates:
     """Everything that the outputs of a model depend on, as it would run now.
 
@@ -60,7 +57,7 @@ class ModuleStates:
         entries: everything else, as values that JSON can represent.
 
     Raises:
-        NotCacheable: a module runs a function, or holds an object, that is not known.
+        NotImplementedError: a module runs a function, or holds an object, that is not known.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -92,7 +89,7 @@ class ModuleStates:
             else:
                 self.entries.append([name, *self._module(name, module)])
             for each in (module, *vars(module).get(KERNELS, {}).values()):
-                require_no_additions(name, each)
+                require_no_additions(name or "the model", each)
         self.entries += [[name, self._value(name, state)] for name, state in adapter_states(model)]
 
     def _module(self, name: str, module: nn.Module) -> list[object]:
@@ -103,7 +100,12 @@ class ModuleStates:
             for attribute, x in attributes_of(module).items()
             if attribute not in declared | IRRELEVANT | dropout and not _is_harmless(x)
         }
-        return [self._class(name, _own_class(module)), [*module._modules], _precision(module), attributes]
+        return [
+            self._class(name or "the model", _own_class(module)),
+            [*module._modules],
+            _precision(module),
+            attributes,
+        ]
 
     def _class(self, where: str, kind: type) -> str:
         """Hash of the names and files of a class and those that it inherits from, and of the name of its forward."""
@@ -113,7 +115,7 @@ class ModuleStates:
                 if base.__module__ not in sys.builtin_module_names:
                     file = _file(base)
                     if file is None:
-                        raise NotCacheable(f"{where or 'the model'} is a {kind.__qualname__}, which no file defines")
+                        raise NotImplementedError(f"{where} is a {kind.__qualname__}, which no file defines")
                     code = hashlib.sha256(Path(file).read_bytes()).hexdigest()
                     found.append([base.__module__, base.__qualname__, version_of(base.__module__), code])
             owner: Any = next((base for base in kind.__mro__ if "forward" in vars(base)), None)
@@ -151,14 +153,14 @@ class ModuleStates:
         if isinstance(x, (FunctionType, BuiltinFunctionType)):
             module, line = module_of(x), x.__code__.co_firstlineno if isinstance(x, FunctionType) else None
             if not is_of(module, LIBRARIES) or getattr(x, "__closure__", None):
-                raise NotCacheable(f"{where} runs {_described(x)}")
+                raise NotImplementedError(f"{where} runs {_described(x)}")
             return [module, x.__qualname__, line, version_of(module)]
-        raise NotCacheable(f"{where} holds a {type(x).__qualname__}")
+        raise NotImplementedError(f"{where} holds a {type(x).__qualname__}")
 
 
 def require_no_additions(name: str, module: nn.Module) -> None:
-    """Raises `NotCacheable` for a hook on a module, or a forward in the place of that of its class, that is not one of
-    a trainer or of an engine.
+    """Raises NotImplementedError for a hook on a module, or a forward in the place of that of its class, that is not
+    one of a trainer or of an engine.
     """
     _require_known(name, [*module._forward_pre_hooks.values(), *module._forward_hooks.values()])
     attributes = vars(module)
@@ -177,15 +179,15 @@ def _require_known(
     file: str | None = None,
     modules: tuple[str, ...] = MODULES,
 ) -> None:
-    """Raises `NotCacheable` for the first function, or the first one inside, that is neither among the known ones, nor
-    written in this file without closing over values, nor of one of these modules.
+    """Raises NotImplementedError for the first function, or the first one inside, that is neither among the known ones,
+    nor written in this file without closing over values, nor of one of these modules.
     """
     ids = {id(x) for x in known}
     for x in (x for function in functions for x in _inside(function)):
         code = getattr(x, "__code__", None)
         is_here = code is not None and code.co_filename == file and {*code.co_freevars} <= {"__class__"}
         if not is_here and id(x) not in ids and not is_of(module_of(x), modules):
-            raise NotCacheable(f"{where or 'the model'} runs {_described(x)}")
+            raise NotImplementedError(f"{where} runs {_described(x)}")
 
 
 def _is_harmless(x: Any) -> bool:

@@ -19,6 +19,7 @@ from .. import atomic_files
 from ..distributed import largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
+from .keys import Bounds
 from .pairs import Pairs, batches
 from .ranks import cache_disabled, read_on_all_ranks
 from .shards import MISSING, Shards, missing
@@ -27,11 +28,6 @@ SECONDS_BETWEEN_SHARDS = 30.0
 """A killed process loses at most the values of this many seconds and of one batch."""
 
 TOKENS_PER_BATCH = 16384
-
-Bounds = tuple[int, int | None]
-"""The packed tokens and the pairs, or None for any number of them, of the largest batch in one call of the model.
-A pair of more tokens is a batch of its own.
-"""
 
 Score = Callable[[list[dict[str, list[int]]]], Sequence[Tensor]]
 """Returns the log-probabilities [n] of the chosen and of the rejected

@@ -102,7 +102,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    from ...ref_logps import keys, pairs, passes, ranks, shards, with_ref_logps
+    from ...ref_logps import keys, pairs, passes, with_ref_logps
 
     if set(VALUES) <= set(dataset.column_names):
         warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")
@@ -119,16 +119,12 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused else batch_size
     bounds = (passes.TOKENS_PER_BATCH, most)
     directory = _cache_directory(dataset)
-    ranks.require_equal_work(rows.digest, bounds, directory is None)
-    digest = None if directory is None else _cacheable_digest(trainer)
-    stored = None
-    if directory is not None and digest is not None:
-        precision = f"accelerate {accelerator.mixed_precision}"
-        if _needs_engine(trainer):  # which casts the weights where others use autocast
-            precision += ", DeepSpeed"
-        key = keys.key(rows, digest, precision, trainer.ld_alpha)
-        ranks.require_equal_work(key)
-        stored = shards.Shards(directory / key, key, len(rows))
+    precision = f"accelerate {accelerator.mixed_precision}"
+    if _needs_engine(trainer):  # which casts the weights where others use autocast
+        precision += ", DeepSpeed"
+    reshard(model)
+    with as_reference(trainer):
+        stored = keys.shards_of(directory, model, rows, precision, trainer.ld_alpha, bounds)
 
     def score(examples):
         batch = send_to_device(collator(examples), accelerator.device)
@@ -169,23 +165,6 @@ def _complete_trace(engine: Any) -> None:
     """
     if engine.zero_optimization_partition_weights():
         engine.optimizer.get_param_coordinator().reset_step()
-
-
-def _cacheable_digest(trainer: DPOTrainer) -> str | None:
-    """Hash of the reference. None, with a logged reason, if its values cannot be cached."""
-    from ...ref_logps import keys, ranks
-
-    model, digest = reference_of(trainer), None
-    reshard(model)
-    with as_reference(trainer):
-        reason = keys.uncacheable_reason(model)
-        if ranks.cache_disabled(reason):
-            return None
-        try:
-            digest = keys.model_digest(parts.base_of(model, "precompute_ref_log_probs"))
-        except NotImplementedError as error:
-            reason = Reason("no-key", error=error)
-    return None if ranks.cache_disabled(reason) else digest
 
 
 def _cache_directory(dataset: Dataset) -> Path | None:
