@@ -32,7 +32,7 @@ Bounds = tuple[int, int | None]
 A pair of more tokens is a batch of its own.
 """
 
-VERSION = "fastdpo.ref_logps/5"
+VERSION = "fastdpo.ref_logps/6"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""
 
 

@@ -5,7 +5,7 @@ they are finished or do not exist for readers, and used only after a check of th
         rows      int64 [n]    indices of rows of the dataset, each once
         chosen    float32 [n]  sums of log-probabilities in nats, finite
         rejected  float32 [n]
-        metadata  key, and digest: the SHA-256 of the bytes of all tensors
+        metadata  key, and digest: the SHA-256 of all tensors, by which what has another writer is known
 
 The key depends on the dataset, so a run reads the values of its own rows alone.
 
@@ -34,8 +34,6 @@ SUFFIX = ".safetensors"
 """The end of the names of files. Other files are left alone."""
 
 MISSING = -torch.inf
-DTYPES = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
-"""The tensors of a file, in safetensors' names of dtypes."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Shards:
     def _stored(self) -> Iterator[tuple[Path, Tensor, Tensor]]:
         for path in self.files():
             try:
-                yield path, *self._load(path)
+                yield path, *_read_file(path, self.key)
             except FileNotFoundError:
                 continue  # merged into another file meanwhile
 
@@ -110,22 +108,12 @@ class Shards:
                 if path != complete:
                     path.unlink(missing_ok=True)
 
-    def _load(self, path: Path) -> tuple[Tensor, Tensor]:
-        rows, chosen, rejected = _read_file(path, self.key).values()
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
-            bounds = f"{int(rows.min())} to {int(rows.max())}"
-            raise _invalid(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
-        if len(rows.unique()) != len(rows):
-            repeated = f"{len(rows) - len(rows.unique())} of {len(rows)} repeated"
-            raise _invalid(path, "hold each row once", repeated)
-        return rows, torch.stack([chosen, rejected], 1)
 
-
-def _read_file(path: Path, key: str) -> dict[str, Tensor]:
-    """Reads the tensors [n] of a file that was written for this key.
+def _read_file(path: Path, key: str) -> tuple[Tensor, Tensor]:
+    """Reads the rows [n] and their values [n, 2] of a file that `Shards.write` has written for this key.
 
     Raises:
-        ValueError: the file was not written so, cannot be read, or has a value that is not finite.
+        ValueError: the file was not written so, or cannot be read.
         FileNotFoundError: the file does not exist any more.
     """
     try:
@@ -138,21 +126,12 @@ def _read_file(path: Path, key: str) -> dict[str, Tensor]:
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise _invalid(path, "be a whole safetensors file", error) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    metadata = header.pop("__metadata__", {})
+    metadata = header.get("__metadata__", {})
     if metadata.get("key") != key:
         raise _invalid(path, f"have the key {key}", metadata.get("key"))
-    actual = {name: entry["dtype"] for name, entry in header.items()}
-    shapes = {tuple(entry["shape"]) for entry in header.values()}
-    if actual != DTYPES or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-        rule = f"hold {DTYPES}, all of one length"
-        raise _invalid(path, rule, f"{actual} of shapes {sorted(shapes)}")
-    tensors = {name: tensors[name] for name in DTYPES}
-    finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
-    if not finite.all():
-        raise _invalid(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
     if metadata.get("digest") != digest_of(tensors):
-        raise _invalid(path, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
-    return tensors
+        raise _invalid(path, f"have the digest {digest_of(tensors)} of its tensors", metadata.get("digest"))
+    return tensors["rows"], torch.stack([tensors["chosen"], tensors["rejected"]], 1)
 
 
 def _invalid(path: Path, rule: str, actual: object) -> ValueError:
@@ -167,7 +146,9 @@ def missing(n_rows: int) -> Tensor:
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Hash of the names, dtypes, shapes and values of tensors."""
     digest = hashlib.sha256()
-    for x in tensors.values():
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
         digest.update(x.numpy().data)
     return digest.hexdigest()
