@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -71,28 +71,21 @@ def unwrap_at_once(trainer: Any, undo: ExitStack) -> None:
     if peft is None or stock is None or not module_of(stock).startswith("accelerate."):
         return
 
-    unwrap_model = _Unwrapping(accelerator, stock, peft.PeftModel)
-
     def restore() -> None:
-        if vars(accelerator).get("unwrap_model") is unwrap_model:
+        if getattr(vars(accelerator).get("unwrap_model"), "__func__", None) is unwrap_model:
             del accelerator.unwrap_model
 
-    accelerator.unwrap_model = unwrap_model
+    accelerator.unwrap_model = MethodType(unwrap_model, accelerator)
     undo.callback(restore)
 
 
-class _Unwrapping:
-    """The `unwrap_model` of an accelerator. Copies of the accelerator, and pickles, have their own function."""
-
-    def __init__(self, accelerator: Any, stock: Callable, peft_model: type) -> None:
-        self._accelerator, self._stock, self._peft_model = accelerator, stock, peft_model
-
-    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        is_bare = isinstance(model, self._peft_model) and "_orig_mod" not in vars(model) and not (args or kwargs)
-        return model if is_bare else self._stock(model, *args, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        return getattr, (self._accelerator, "unwrap_model")
+def unwrap_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function of the accelerator's class, which would look for compiled parts. A copy of the accelerator has it as
+    well, and a pickle that of the class.
+    """
+    peft = sys.modules["peft"]
+    is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
+    return model if is_bare else type(accelerator).unwrap_model(accelerator, model, *args, **kwargs)
 
 
 def disable_adapter(model: Any) -> AbstractContextManager[None]:
@@ -124,8 +117,9 @@ def _knowing(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if switch is not None:
             stack.enter_context(_in_tuner(model, "_enable_adapter_layers", switch.enable))
-            if {layer.disable_adapters for layer in switch.layers} == {False}:
-                stack.enter_context(temporarily(model, get_model_status=lambda: _EnabledStatus(model)))
+            if _peft_is_tested() and {layer.disable_adapters for layer in switch.layers} == {False}:
+                status = SimpleNamespace(enabled=True)  # PEFT reads nothing else of it here
+                stack.enter_context(temporarily(model, get_model_status=lambda: status))
         yield
 
 
@@ -261,15 +255,3 @@ def _in_tuner(model: Any, name: str, function: Callable) -> AbstractContextManag
 @functools.cache
 def _peft_is_tested() -> bool:
     return not packages.is_newer("peft")
-
-
-class _EnabledStatus:
-    """The status of a model whose adapters are enabled. Other fields are computed when they are read."""
-
-    enabled = True
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type(self._model).get_model_status(self._model), name)
