@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from numpy.typing import NDArray
+from torch.utils.data import BatchSampler
 
 from ....data.columns import column_names, read_columns
 
@@ -32,7 +33,9 @@ def deal(loader: Any, columns: Sequence[str], accumulation: int) -> None:
         accumulation: number of batches of a step.
     """
     batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is BatchSamplerShard and column_names(loader.dataset).issuperset(columns):
+    if type(batches) is not BatchSamplerShard or batches.batch_size is None:
+        return
+    if column_names(loader.dataset).issuperset(columns):
         parts = ([sizes for _, sizes in part] for part in read_columns("patch", loader.dataset, columns))
         batches.__class__ = DealtBatches  # several objects refer to it
         vars(batches).update(tokens=np.concatenate([*parts], 1).sum(0), accumulation=accumulation)
@@ -57,8 +60,8 @@ class DealtBatches(BatchSamplerShard):
 
     def _of_all_ranks(self) -> Iterator[tuple[list[int], ...]]:
         """The batches of all ranks at each position. They are drawn once, as by accelerate."""
-        drawn, ranks = _Drawn(self.batch_sampler), []
-        drawn.batch_size = self.batch_sampler.batch_size
+        drawn = BatchSampler([*itertools.chain(*self.batch_sampler)], cast(int, self.batch_size), drop_last=False)
+        ranks = []
         for rank in range(self.num_processes):
             shard = copy.copy(self)
             shard.process_index, shard.batch_sampler = rank, drawn
@@ -74,12 +77,3 @@ class DealtBatches(BatchSamplerShard):
             dealt[rank].append(pair)
             totals[rank] += self.tokens[pair]
         return dealt
-
-
-class _Drawn(list[list[int]]):
-    """Batches that a batch sampler has drawn. Yields copies, since accelerate extends them in place."""
-
-    batch_size: int | None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return map(list, super().__iter__())
