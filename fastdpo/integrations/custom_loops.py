@@ -38,7 +38,7 @@ from .padded_calls import Rows, padded_call, require_arguments
 from .scored_rows import ScoredRows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 NAME = "fastdpo.score"
 """The name under which calls are counted and logged."""
@@ -189,53 +189,36 @@ def score(
         raise ValueError(f"score: model must be prepared by fastdpo.prepare(model); got {type(model).__name__}")
     fused = cast(FusedForward, state_of(base))
     with splitting.in_step(fused.options.sequence_group, input_device_of(base)):
-        return _score(
-            model, base, fused, input_ids, attention_mask, labels, shift_labels, cu_seqlens=cu_seqlens, kwargs=kwargs
-        )
+        if torch.is_grad_enabled() and model not in _outermost:
+            _require_outermost(model, base)
+            if fused.options.sequence_group is not None:
+                _require_averaged(model, fused.options.sequence_group)
+        given = labels if labels is not None else shift_labels
+        if given is None or (labels is not None and shift_labels is not None):
+            raise ValueError("score: labels must be given, or shift_labels in their place; got neither or both")
+        require_arguments(model, kwargs, inspect.signature(prepare).parameters)
+        shifted = fused.options.shifted or labels is None
+        batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
+        targets, called_before = Call.of(batch).batch.targets, calls.total()
 
+        def of_logits(called: Any) -> ScoredRows:
+            if calls.total() == called_before:
+                forward.record_fallback(base, NAME, Reason("unreached-forward"))
+            if not is_transformed():
+                on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
+                require_ids("score", *on_host, shifted=shifted)
+            output = called()
+            is_output = isinstance(getattr(output, "logits", None), Tensor)
+            checks.require(is_output, "score", "model", RETURNING, f"a {type(output).__name__}", error=TypeError)
+            return ScoredRows.of_output(output, targets, fused.options.outputs)
 
-def _score(
-    model: nn.Module,
-    base: PreTrainedModel,
-    fused: FusedForward,
-    input_ids: Rows,
-    attention_mask: Tensor | None,
-    labels: Rows | None,
-    shift_labels: Rows | None,
-    *,
-    cu_seqlens: Tensor | None,
-    kwargs: dict[str, Any],
-) -> ScoredRows:
-    if torch.is_grad_enabled() and model not in _outermost:
-        _require_outermost(model, base)
-        if fused.options.sequence_group is not None:
-            _require_averaged(model, fused.options.sequence_group)
-    given = labels if labels is not None else shift_labels
-    if given is None or (labels is not None and shift_labels is not None):
-        raise ValueError("score: labels must be given, or shift_labels in their place; got neither or both")
-    require_arguments(model, kwargs, inspect.signature(prepare).parameters)
-    shifted = fused.options.shifted or labels is None
-    batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
-    targets, called_before = Call.of(batch).batch.targets, calls.total()
-
-    def of_logits(called: Any) -> ScoredRows:
-        if calls.total() == called_before:
-            forward.record_fallback(base, NAME, Reason("unreached-forward"))
-        if not is_transformed():
-            on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
-            require_ids("score", *on_host, shifted=shifted)
-        output = called()
-        is_output = isinstance(getattr(output, "logits", None), Tensor)
-        checks.require(is_output, "score", "model", RETURNING, f"a {type(output).__name__}", error=TypeError)
-        return ScoredRows.of_output(output, targets, fused.options.outputs)
-
-    try:
-        return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
-    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        explained = _explained(error, model, "shift_labels" if labels is None else "labels")
-        if explained is None:
-            raise
-        raise explained from error
+        try:
+            return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
+        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            explained = _explained(error, model, "shift_labels" if labels is None else "labels")
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def _explained(error: Exception, model: nn.Module, labels: str) -> Exception | None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import nn
 
@@ -36,13 +36,11 @@ from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
 from .collating import packing_batches
 from .options import PatchOptions
 from .replacements import Replacements, temporarily
-from .scored_rows import Inputs, ScoredRows, score
+from .scored_rows import ScoredRows
 from .trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
-
-T = TypeVar("T")
 
 _CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
 """The function in which a trainer of transformers creates its accelerator, the last step before
@@ -208,12 +206,6 @@ class TrainerLine:
     def fuses(self, trainer: Any, model: Any) -> bool:
         """Whether the calls of a model by a trainer that is patched are to be fused."""
         return forward.is_installed(model, self.name)
-
-    def score(
-        self, model: Any, inputs: Inputs | Reason, results: Callable[[ScoredRows], T], stock: Callable[[Callable], T]
-    ) -> T:
-        """Calls a model once and returns what the trainer computes from it (see `scored_rows.score`)."""
-        return score(model, self.name, inputs, results, stock)
 
     def state_of(self, trainer: Any) -> Any:
         """The state of a trainer that this line has patched, or None."""

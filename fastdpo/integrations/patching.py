@@ -122,9 +122,6 @@ _said: set[str] = set()
 noted: set[str] = set()
 """The packages that notes of reports have named in this process."""
 
-_said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The trainers, by their ids, that were warned about because they were created before `patch()`."""
-
 
 def patch(
     *targets: Target | Sequence[Target],
@@ -198,7 +195,7 @@ def _patch(targets: Sequence[Target | Sequence[Target]], options: PatchOptions) 
 
         new = [x for x in examined if x.seam.on and _patched.get(x.seam.name) is not x]
         _enable(new)
-        _log(report, examined)
+        _log(report)
         for option in options.given():
             _log_unaffected(option, [seam.name for seam in report.seams if seam.on])
     return report, new
@@ -227,7 +224,7 @@ def _patch_imported(name: str) -> None:
             del _patched[name]
             if strict():
                 raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
-        _log(report, examined)
+        _log(report)
 
 
 _watcher = ImportWatcher({module: line.trainer for line in LINES for module in line.trainer_modules}, _patch_imported)
@@ -251,22 +248,16 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
         PatchError: it is patched with others.
     """
     known = _patched.get(examined.seam.name)
-    if known is not None:
-        _require_same(known, options)
-        options = known.options
-    if known is examined:
-        return examined
-    return examined._replace(options=options)
-
-
-def _require_same(patched: _Examined, options: PatchOptions) -> None:
-    others = [name for name in options._fields if getattr(options, name) != getattr(patched.options, name)]
+    if known is None:
+        return examined._replace(options=options)
+    others = [name for name in options._fields if getattr(options, name) != getattr(known.options, name)]
     if others:
-        had, got = (", ".join(f"{name}={getattr(x, name)!r}" for name in others) for x in (patched.options, options))
+        had, got = (", ".join(f"{name}={getattr(x, name)!r}" for name in others) for x in (known.options, options))
         raise PatchError(
-            f"patch: options must be those that {patched.seam.name} is patched with, {had}; got {got}. "
+            f"patch: options must be those that {known.seam.name} is patched with, {had}; got {got}. "
             "Give the same options to each call and to `fastdpo run`, or call fastdpo.unpatch() first"
         )
+    return examined if known is examined else examined._replace(options=options)
 
 
 def _log_unaffected(option: str, on: list[str]) -> None:
@@ -280,14 +271,13 @@ def _log_unaffected(option: str, on: list[str]) -> None:
         logger.info("fastdpo: %s", message)
 
 
-def _log(report: PatchReport, examined: Iterable[_Examined]) -> None:
-    """Logs the report, as a warning if it holds something that is off and that was not logged yet."""
+def _log(report: PatchReport) -> None:
+    """Logs the report, as a warning if it holds something that is off or was created before, and was not logged yet."""
     off = {str(seam) for seam in report.seams if not seam.on}
-    stock = {key: trainer for x in examined for key, trainer in x.stock.items()}
-    is_new = not off <= _said or any(key not in _said_of for key in stock)
-    _said.update(off)
-    _said_of.update(stock)
-    (logger.warning if is_new else logger.info)("%s", report)
+    stock = {f"{seam.name}: {trainer}" for seam in report.seams for trainer in seam.stock_trainers}
+    new = (off | stock) - _said
+    _said.update(new)
+    (logger.warning if new else logger.info)("%s", report)
 
 
 def examine(*targets: Target | Sequence[Target]) -> PatchReport:
@@ -313,7 +303,6 @@ def unpatch() -> None:
     with _lock:
         _undo(set(_patched))
         _said.clear()
-        _said_of.clear()
 
 
 def _undo(names: set[str]) -> None:

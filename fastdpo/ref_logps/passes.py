@@ -63,21 +63,16 @@ def run(
     values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
     if shards is not None:
         atomic_files.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
-    if not (values == MISSING).any():
-        return _split(values)
-    if shards is not None and cache_disabled(shards.unusable_reason()):
-        shards = None
-    failure = _fill(values, score, pairs, shards, bounds, description)
-    values = largest_of_ranks(values, device)
-    if shards is not None and failure is None and rank_and_world_size()[0] == 0:
-        failure = _failure(partial(shards.merge, values))
-    if strict():
-        cache_disabled(failure)
-    return _split(values)
-
-
-def _split(values: Tensor) -> RefLogps:
-    return RefLogps(values[:, 0].clone(), values[:, 1].clone())
+    if (values == MISSING).any():
+        if shards is not None and cache_disabled(shards.unusable_reason()):
+            shards = None
+        failure = _fill(values, score, pairs, shards, bounds, description)
+        values = largest_of_ranks(values, device)
+        if shards is not None and failure is None and rank_and_world_size()[0] == 0:
+            failure = _failure(partial(shards.merge, values))
+        if strict():
+            cache_disabled(failure)
+    return RefLogps(*(x.clone() for x in values.unbind(1)))
 
 
 def _fill(

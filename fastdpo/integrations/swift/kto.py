@@ -47,8 +47,11 @@ class SwiftKTOLine(SwiftLine):
         with temporarily(self.state_of(trainer), running=inputs):
             if not self._merges(trainer, model, inputs):
                 return stock(trainer, model, batch)
-            completions, inputs[_KL_OUTPUT] = _both_scored(model, inputs[_COMPLETIONS], inputs[_KL])
-            return stock(trainer, lambda **kwargs: completions, batch)
+            completions, KL = inputs[_COMPLETIONS], inputs[_KL]
+            rows = merged({name: completions[name] for name in _ROWS}, KL)
+            output = model(**{**completions, **rows}, fused_lm_head=True)
+            scored, inputs[_KL_OUTPUT] = parts_of(output, completions["input_ids"], KL["input_ids"])
+            return stock(trainer, lambda **kwargs: scored, batch)
 
     def _get_model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
         running = self.state_of(trainer).running
@@ -89,10 +92,3 @@ class SwiftKTOLine(SwiftLine):
         part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
         # `forward` asks for router logits.
         return self.inputs_of(trainer, part, model, router_logits=False)
-
-
-def _both_scored(model: Any, completions: Inputs, KL: Inputs) -> list[Any]:
-    """The outputs of a model for both kinds of rows of a batch, from one call."""
-    rows = merged({name: completions[name] for name in _ROWS}, KL)
-    output = model(**{**completions, **rows}, fused_lm_head=True)
-    return parts_of(output, completions["input_ids"], KL["input_ids"])

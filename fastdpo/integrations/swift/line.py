@@ -17,7 +17,7 @@ from ...models.batch import inputs_once
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..options import liger_reason
-from ..scored_rows import Inputs, ScoredRows
+from ..scored_rows import Inputs, ScoredRows, score
 from ..trl.reward import RewardLine
 from .batches import OutputOfRows, inputs_of
 
@@ -66,7 +66,7 @@ class SwiftLine(TrainerLine):
             # Called with the model if no call was made, and with the output of padded rows otherwise.
             return stock(called if called is model else OutputOfRows(called, cast(Inputs, inputs), padding_free))
 
-        return self.score(model, inputs, results, from_logits)
+        return score(model, self.name, inputs, results, from_logits)
 
     def prepared_reason(self, trainer: Any) -> Reason | None:
         from transformers import PreTrainedModel

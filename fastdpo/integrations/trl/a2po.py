@@ -15,7 +15,7 @@ from torch import Tensor
 from ...models.batch import inputs_once
 from ...packing import IGNORE_INDEX
 from ..line import TrainerLine
-from ..scored_rows import Inputs, ScoredRows
+from ..scored_rows import Inputs, ScoredRows, score
 
 
 class A2POLine(TrainerLine):
@@ -31,7 +31,7 @@ class A2POLine(TrainerLine):
         # Policy and reference get the same batch, and so one layout.
         make = functools.partial(inputs_of, trainer, *batch)
         inputs = inputs_once(self.state_of(trainer), batch[:2], make)
-        return self.score(model, inputs, ScoredRows.sums, lambda called: stock(trainer, called, *batch))
+        return score(model, self.name, inputs, ScoredRows.sums, lambda called: stock(trainer, called, *batch))
 
 
 def inputs_of(trainer: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> Inputs:

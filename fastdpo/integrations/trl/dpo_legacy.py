@@ -27,7 +27,7 @@ from ...reasons import Reason
 from ..line import TrainerLine
 from ..options import liger_reason
 from ..replacements import temporarily
-from ..scored_rows import Inputs, ScoredRows
+from ..scored_rows import Inputs, ScoredRows, score
 from .dpo import padded
 from .gathering import of_all_ranks
 
@@ -82,7 +82,7 @@ class LegacyDPOLine(TrainerLine):
         inputs = inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(trainer, batch))
         results = functools.partial(results_of, trainer, is_ref_model, cast(Inputs, inputs))
         with counting_calls_as("reference") if is_ref_model else nullcontext():
-            return self.score(model, inputs, results, from_logits)
+            return score(model, self.name, inputs, results, from_logits)
 
     def get_batch_loss_metrics(
         self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], train_eval: str = "train"

@@ -111,7 +111,8 @@ class KTOLine(FusedHeadLine):
             if self.is_newer or not _merges(trainer, model, inputs):
                 return stock(trainer, model, inputs, *args, **kwargs)
             with temporarily(trainer, calculate_KL=False):
-                logps, _ = stock(trainer, model, _merged(inputs))
+                rows = ({name: inputs[f"{prefix}{name}"] for name in _ROWS} for prefix in ("", "KL_"))
+                logps, _ = stock(trainer, model, merged(*rows))  # [2B, max(L1, L2)], those of the KL term last
         completion_logps, KL_logps = logps.chunk(2)
         return completion_logps, KL_logps
 
@@ -147,12 +148,6 @@ def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool
     if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
         return False
     return equal_when_merged(reference, inputs["input_ids"], inputs["KL_input_ids"])
-
-
-def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
-    completions, KL = ({name: inputs[f"{prefix}{name}"] for name in _ROWS} for prefix in ("", "KL_"))
-    return merged(completions, KL)
 
 
 def kl_term(trainer: Any, batch: Batch) -> Tensor | float:

@@ -23,7 +23,7 @@ from ...models.batch import inputs_once
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..line import TrainerLine
-from ..scored_rows import Inputs, ScoredRows
+from ..scored_rows import Inputs, ScoredRows, score
 from .gathering import of_all_ranks
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class OnlineDPOLine(TrainerLine):
         # Policy and reference get the same batch, and so one layout.
         tensors, make = inputs[:4], functools.partial(batch_of, trainer.max_length, *inputs[:4])
         batch = inputs_once(self.state_of(trainer), tensors, make)
-        return self.score(model, batch, results, from_logits)
+        return score(model, self.name, batch, results, from_logits)
 
 
 def batch_of(

@@ -24,13 +24,7 @@ from ...models import forward
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..line import TrainerLine
-from ..scored_rows import Inputs, ScoredRows, label_mask, masked_mean
-
-_PARAMETERS = {
-    "concatenated_forward": ["self", "model", "batch"],
-    "concatenated_inputs": ["batch", "is_encoder_decoder", "padding_value", "device"],
-    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-}
+from ..scored_rows import Inputs, ScoredRows, label_mask, masked_mean, score
 
 
 class ReferenceFreeLine(TrainerLine):
@@ -60,7 +54,7 @@ class ReferenceFreeLine(TrainerLine):
             return chosen, rejected, *_mean_logits(mean_logits, completions), *logits_and_others[2:]
 
         results = functools.partial(results_of, self, trainer, completions)
-        return self.score(model, self._inputs(trainer, rows), results, from_logits)
+        return score(model, self.name, self._inputs(trainer, rows), results, from_logits)
 
     def _rows(self, trainer: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Ids, mask and labels [2B, L], chosen rows first. Labels are the tokens of the completions."""
