@@ -45,7 +45,7 @@ def test_commands_exist(block):
 
 def test_the_table_of_trainers_names_what_the_tests_train():
     committed = trained.read(trained.COMMITTED)
-    assert trained.untrained_lines(committed) == [], f"add what your tests train: {trained.__doc__}"
+    assert trained.untrained_entries(committed) == [], f"add what your tests train: {trained.__doc__}"
     page = trained.PAGE.read_text()
     assert page == trained.with_table(page, committed), (
         "update the table: python -m tests.support.documents.trained --update"

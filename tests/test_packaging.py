@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import fastdpo
-from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.registry import ENTRIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -207,9 +207,9 @@ def test_the_description_needs_no_repository_around_it(metadata):
 def test_the_extra_for_trl_takes_newer_versions(metadata):
     """They are patched if their code passes checks. Only the extra for TRL before its rewrite has upper bounds."""
     requirements = [Requirement(x) for x in metadata.get_all("Requires-Dist")]
-    (line,) = (line for line in LINES if line.line_class == "trl.dpo:DPOLine")
+    (entry,) = (entry for entry in ENTRIES if entry.line_class == "trl.dpo:DPOLine")
     (trl,) = (x for x in requirements if x.name == "trl" and x.marker.evaluate({"extra": "trl"}))
-    assert trl.specifier == SpecifierSet(line.versions.partition(",")[0])
+    assert trl.specifier == SpecifierSet(entry.versions.partition(",")[0])
     bounded = [x for x in requirements if any(bound.operator != ">=" for bound in x.specifier)]
     assert {x.name for x in bounded} == {"trl", "transformers"}
     assert all('extra == "trl-legacy"' in str(x.marker) for x in bounded)

@@ -8,14 +8,14 @@ import importlib.metadata
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.registry import ENTRIES
 from tests.support.programs.run_command import run
 from tests.support.programs.run_scripts import assert_trains_fused
 
 INSTALLED = {
-    line.trainer: line.trainer_modules[0]
-    for line in LINES
-    if line.package == "trl" and SpecifierSet(line.versions).contains(importlib.metadata.version("trl"))
+    entry.trainer: entry.trainer_modules[0]
+    for entry in ENTRIES
+    if entry.package == "trl" and SpecifierSet(entry.versions).contains(importlib.metadata.version("trl"))
 }
 """The trainers of TRL that the installed version has, and the modules that define them."""
 

@@ -22,7 +22,7 @@ from .. import __version__
 from ..integrations import patching
 from ..integrations.admission import packages
 from ..integrations.admission.versions import installed_version
-from ..integrations.lines import LINES, TRAINS_WITH
+from ..integrations.registry import ENTRIES, TRAINS_WITH
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
@@ -125,7 +125,7 @@ def package_findings() -> Iterator[Finding]:
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
-    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in LINES))):
+    for package in dict.fromkeys((*OPTIONAL, *(entry.distribution for entry in ENTRIES))):
         version = installed_version(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
@@ -147,13 +147,13 @@ def _optional(package: str, version: str) -> Finding:
         return Finding(OFF, package, f"{version}: off, {reason.named}")
     if package in packages.TESTED:
         return Finding(OK, package, f"{version}: {packages.description(package)}")
-    lines = [line for line in LINES if line.distribution == package]
-    if not lines:
+    entries = [entry for entry in ENTRIES if entry.distribution == package]
+    if not entries:
         trains_with = " and ".join(TRAINS_WITH.get(package, ()))
         return Finding(OK, package, f"{version}: trains with {trains_with}" if trains_with else version)
-    if any(line.supports(version) for line in lines):
+    if any(entry.supports(version) for entry in entries):
         return Finding(OK, package, f"{version}: tested")
-    seams = patching.examine([line.trainer for line in lines]).seams
+    seams = patching.examine([entry.trainer for entry in entries]).seams
     found = next((seam for seam in seams if seam.on), seams[0])
     provisionally = "provisionally, newer than the tested versions: first calls are compared with stock ones"
     known = provisionally if found.reason is None else f"off, {found.reason.named}"

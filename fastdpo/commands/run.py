@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..checks import require_flags, shown
-from ..integrations.lines import LINES, targeted_trainers
 from ..integrations.options import PatchOptions
+from ..integrations.registry import ENTRIES, targeted_trainers
 from ..logs import STRICT
 from .startup.sitecustomize import VARIABLE
 
@@ -57,7 +57,7 @@ def run(
     settings = {
         "pid": os.getpid(),
         "notes": notes,
-        "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
+        "trainers": {m: entry.trainer for entry in ENTRIES if entry.trainer in trainers for m in entry.trainer_modules},
         "options": options.given(),
     }
     startup = str(Path(__file__).parent / "startup")

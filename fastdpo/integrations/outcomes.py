@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ..models.calls import calls_line, outcomes
 from . import patching
-from .lines import applies
+from .registry import applies
 
 
-def line(trainer: str) -> str | None:
+def summary(trainer: str) -> str | None:
     """The counters of a trainer and the outcomes of its options, those that were given and those that had one, or None
     if none of its models was called.
     """
@@ -21,7 +21,7 @@ def line(trainer: str) -> str | None:
     return "; ".join([counted, *_outcomes(trainer, options.given() | cut)])
 
 
-def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:
+def summary_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:
     """What to print of options that were given, if no model of any of these patched trainers was called."""
     named = dict.fromkeys(outcome for trainer in trainers for outcome in _outcomes(trainer, given))
     return "; ".join([f"fastdpo: {', '.join(trainers)} calls: none", *named])

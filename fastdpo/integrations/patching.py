@@ -18,8 +18,8 @@ from .admission.versions import installed_version, unsupported_version_reason
 from .bypass import STATE, existing_instances
 from .imports import ImportWatcher
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, LINES, Line, Target, applies, lines_of, targeted_trainers
 from .options import PatchOptions
+from .registry import CHANGING_OTHERS, ENTRIES, Entry, Target, applies, entries_of, targeted_trainers
 
 if TYPE_CHECKING:
     from ..models.running import Compile
@@ -227,7 +227,7 @@ def _patch_imported(name: str) -> None:
         _log(report)
 
 
-_watcher = ImportWatcher({module: line.trainer for line in LINES for module in line.trainer_modules}, _patch_imported)
+_watcher = ImportWatcher({module: x.trainer for x in ENTRIES for module in x.trainer_modules}, _patch_imported)
 
 
 def _report(examined: Iterable[_Examined]) -> PatchReport:
@@ -340,22 +340,22 @@ def _examine(name: str, imports: bool) -> _Examined:
     """Examines a trainer unless it is patched. If it is not imported, imports it, which may patch it, or leaves it at
     that.
     """
-    lines = lines_of(name)
-    version = installed_version(lines[0].package)
-    line = next((line for line in lines if line.supports(version)), lines[0])
-    imports = imports or any(module in sys.modules for module in line.trainer_modules)
+    entries = entries_of(name)
+    version = installed_version(entries[0].package)
+    entry = next((entry for entry in entries if entry.supports(version)), entries[0])
+    imports = imports or any(module in sys.modules for module in entry.trainer_modules)
     if _is_done(name, imports):
         return _patched[name]
-    reason, trainer_line = _unavailable_reason(line, lines, version), None
+    reason, line = _unavailable_reason(entry, entries, version), None
     if reason is None and imports:
-        trainer_line, reason = _imported(line)
+        line, reason = _imported(entry)
     if _is_done(name, imports):
         return _patched[name]
     if reason is not None:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
-    newer = tuple(f"{x} {installed_version(x)}" for x in sorted(line.newer()))
+    newer = tuple(f"{x} {installed_version(x)}" for x in sorted(entry.newer()))
     seam = Seam(name, version, None, newer=newer, imported=imports)
-    return _Examined(seam, trainer_line, weakref.WeakValueDictionary())
+    return _Examined(seam, line, weakref.WeakValueDictionary())
 
 
 def _is_done(name: str, imports: bool) -> bool:
@@ -363,27 +363,27 @@ def _is_done(name: str, imports: bool) -> bool:
     return name in _patched and (_patched[name].line is not None or not imports)
 
 
-def _unavailable_reason(line: Line, lines: list[Line], version: str | None) -> Reason | None:
+def _unavailable_reason(entry: Entry, entries: list[Entry], version: str | None) -> Reason | None:
     """Why a trainer is not imported: its package is not installed, or its version is not supported by any of its
-    lines.
+    entries.
     """
     if version is None:
-        return Reason("not-installed", distribution=line.distribution)
-    if line.supports(version) or (line.precedes(version) and tested_code.has_tested(line.package)):
+        return Reason("not-installed", distribution=entry.distribution)
+    if entry.supports(version) or (entry.precedes(version) and tested_code.has_tested(entry.package)):
         return None
-    return unsupported_version_reason(line.distribution, version, [line.versions for line in lines])
+    return unsupported_version_reason(entry.distribution, version, [entry.versions for entry in entries])
 
 
-def _imported(line: Line) -> tuple[TrainerLine | None, Reason | None]:
+def _imported(entry: Entry) -> tuple[TrainerLine | None, Reason | None]:
     """The trainer line, and why it does not support the trainer, if so. A failed import leaves no module of the
     package behind: a later one may succeed, as TRL 0.24's does after LLaMA-Factory's.
     """
     earlier = set(sys.modules)
     try:
-        trainer_line = line.load()
-        return trainer_line, trainer_line.unsupported_reason() or packages.missing_reason()
+        line = entry.load()
+        return line, line.unsupported_reason() or packages.missing_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         message = " ".join(str(error).split())  # in one line
-        for module in [x for x in sys.modules.keys() - earlier if x.partition(".")[0] == line.package]:
+        for module in [x for x in sys.modules.keys() - earlier if x.partition(".")[0] == entry.package]:
             del sys.modules[module]
-        return None, packages.missing_reason() or Reason("import-error", package=line.package, error=message)
+        return None, packages.missing_reason() or Reason("import-error", package=entry.package, error=message)

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from fastdpo.integrations.admission.versions import installed_version
 from fastdpo.integrations.line import TrainerLine
-from fastdpo.integrations.lines import lines_of
+from fastdpo.integrations.registry import entries_of
 from tests.support.comparison import assert_same, assert_same_bits
 from tests.support.copies import Change
 from tests.support.faults import Fault
@@ -104,7 +104,7 @@ class Harness:
     def line(self) -> TrainerLine:
         """The trainer's line for the installed version."""
         package = self.name.partition(".")[0]
-        found = (x for x in lines_of(self.name) if x.supports(installed_version(package)))
+        found = (x for x in entries_of(self.name) if x.supports(installed_version(package)))
         return next(found).load()
 
     def trainer_class(self) -> type:

@@ -5,7 +5,7 @@ from packaging.version import Version
 from peft import peft_model
 
 from fastdpo.integrations.admission.versions import installed_version
-from fastdpo.integrations.lines import CUT_BY_MAX_TOKENS
+from fastdpo.integrations.registry import CUT_BY_MAX_TOKENS
 from fastdpo.models.calls import outcomes
 from tests.contract.harness import cases, each
 from tests.support.comparison import assert_fused

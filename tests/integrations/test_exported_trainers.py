@@ -9,7 +9,7 @@ import fastdpo
 from tests.contract.harness import harnesses
 from tests.support.comparison import assert_fused, double
 from tests.support.trl.dpo import assert_same, assert_same_bits, record
-from tests.support.trl.exported import CLAIMS, UNTOUCHED, exported, line_of
+from tests.support.trl.exported import CLAIMS, UNTOUCHED, entry_of, exported
 
 EXPORTED = dict(exported())
 
@@ -17,7 +17,7 @@ EXPORTED = dict(exported())
 def test_each_trainer_has_a_description_or_a_claim():
     described = {x.trainer_class() for x in harnesses()}
     for name, trainer_class in EXPORTED.items():
-        assert (trainer_class in described) == (line_of(trainer_class) is not None) == (name not in CLAIMS)
+        assert (trainer_class in described) == (entry_of(trainer_class) is not None) == (name not in CLAIMS)
     assert CLAIMS.keys() <= EXPORTED.keys()
 
 

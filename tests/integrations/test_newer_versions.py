@@ -12,8 +12,8 @@ from trl import GRPOTrainer, SFTTrainer
 import fastdpo
 from fastdpo.commands import doctor
 from fastdpo.integrations import patching
-from fastdpo.integrations.lines import CUT_BY_MAX_TOKENS, LINES
 from fastdpo.integrations.patching import examine
+from fastdpo.integrations.registry import CUT_BY_MAX_TOKENS, ENTRIES
 from fastdpo.models import calls as counters
 from tests.support.comparison import double
 from tests.support.copies import (
@@ -208,10 +208,10 @@ VERSIONS = {  # of a line, those that it precedes and others
 
 
 @pytest.mark.parametrize("versions", VERSIONS)
-def test_versions_that_are_newer_than_those_of_a_line(versions):
+def test_versions_that_are_newer_than_those_of_an_entry(versions):
     """From their first pre-release on."""
-    line, (newer, others) = next(line for line in LINES if line.versions == versions), VERSIONS[versions]
-    assert [version for version in (*newer, *others) if line.precedes(version)] == newer
+    entry, (newer, others) = next(entry for entry in ENTRIES if entry.versions == versions), VERSIONS[versions]
+    assert [version for version in (*newer, *others) if entry.precedes(version)] == newer
 
 
 COMPARED = "Nothing is to be done: calls of each model are compared with stock ones"

@@ -179,7 +179,7 @@ def newer(monkeypatch):
 def test_how_many_micro_batches_result_is_said_once(tmp_path, caplog):
     with fastdpo.patched(DPO):
         train(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
-        assert re.search(r"; max_tokens=own \(8 steps in \d+ micro-batches\)$", outcomes.line(DPO))
+        assert re.search(r"; max_tokens=own \(8 steps in \d+ micro-batches\)$", outcomes.summary(DPO))
     (said,) = (x.message for x in caplog.records if "keeps them" in x.message)
     assert re.fullmatch(rf"fastdpo: {DPO}: 8 batches of a step run as about [2-7]; max_tokens=None keeps them", said)
 

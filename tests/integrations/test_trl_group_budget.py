@@ -107,7 +107,7 @@ def test_the_outcome_of_the_option(tmp_path):
     calls = trained(tmp_path, GRPO).calls
     counted = {name: n for (_, name), n in (counters.outcomes - before).items()}
     assert counted == {"steps": STEPS["max_steps"], "micro-batches": calls["policy", "fused"]}
-    assert re.search(r"; max_tokens=45 \(\d+ steps in \d+ micro-batches\)$", outcomes.line(GRPO))
+    assert re.search(r"; max_tokens=45 \(\d+ steps in \d+ micro-batches\)$", outcomes.summary(GRPO))
 
 
 def test_a_training_after_one_that_was_stopped_within_a_step(tmp_path):

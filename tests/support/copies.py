@@ -20,7 +20,7 @@ import torch
 import fastdpo
 from fastdpo.integrations.admission import tested_code
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS
-from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.registry import ENTRIES
 from fastdpo.integrations.trl.max_tokens import budget
 from tests.support.comparison import assert_same_training
 from tests.support.documents import tested_code as recording
@@ -97,7 +97,7 @@ def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, op
     """
     warned: list[str] = []
     monkeypatch.setattr(budget, "warn", warned.append)
-    line = next(line for line in LINES if line.trainer == trainer).load()
+    line = next(entry for entry in ENTRIES if entry.trainer == trainer).load()
     for name in tested_code.code_of(line, line.cutting.relies_on):
         with monkeypatch.context() as changing:
             set_newer(changing, name.partition(".")[0])

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from ...accuracy import Difference
 from ...data.files import load_preferences
 from ...integrations import patching
-from ...integrations.lines import LINES
+from ...integrations.registry import ENTRIES
 from ..model_names import is_reward_model
 from . import tiny
 from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
@@ -121,7 +121,7 @@ def _require_trainer(trainer: str) -> None:
     (seam,) = patching.examine(trainer).seams
     if not seam.on:
         raise ValueError(f"{trainer} is off: {seam.reason}")
-    supported = next(line.versions for line in LINES if line.trainer == trainer)
+    supported = next(entry.versions for entry in ENTRIES if entry.trainer == trainer)
     is_newer = any(package.startswith("trl ") for package in seam.newer)
     if not is_newer and (seam.version is None or seam.version not in SpecifierSet(supported)):
         raise ValueError(f"TRL {supported} is required; got {seam.version}")

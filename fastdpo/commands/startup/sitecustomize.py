@@ -41,10 +41,10 @@ def _patch(trainer: str) -> None:
 def _report_calls(trainer: str) -> None:
     from fastdpo.integrations import outcomes
 
-    line = outcomes.line(trainer)
-    if line is not None:
+    summary = outcomes.summary(trainer)
+    if summary is not None:
         _note(CALLED, trainer)
-        _print(line)
+        _print(summary)
 
 
 def _note(what: str, trainer: str) -> None:
@@ -72,7 +72,7 @@ def _report_nothing(run: dict[str, Any]) -> None:
     if patched and run["options"] and all(what != CALLED for what, _ in noted):
         from fastdpo.integrations import outcomes
 
-        _print(outcomes.line_without_calls(patched, run["options"]))
+        _print(outcomes.summary_without_calls(patched, run["options"]))
 
 
 def _print(line: object) -> None:

@@ -23,7 +23,7 @@ from ...reasons import Reason
 from ..admission.signatures import arguments_of
 from ..collating import REPLACED
 from ..line import TrainerLine
-from ..lines import DPO
+from ..registry import DPO
 from ..replacements import temporarily
 from ..trainer_state import TrainerState
 from . import context_parallel, precompute

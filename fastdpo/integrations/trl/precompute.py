@@ -22,7 +22,7 @@ from ...models.examine.support import rope_reason
 from ...models.parts import rope_limit
 from ...models.ranks.sharding import reshard
 from ...reasons import Reason
-from ..lines import DPO
+from ..registry import DPO
 from .models import as_reference, reference_logps, reference_of
 
 if TYPE_CHECKING:

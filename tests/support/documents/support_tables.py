@@ -166,9 +166,9 @@ def surgery_rows() -> list[list[str]]:
 def exported_rows() -> list[list[str]]:
     rows = []
     for name, trainer_class in exported.exported():
-        line = exported.line_of(trainer_class)
+        entry = exported.entry_of(trainer_class)
         claim = exported.CLAIMS.get(name)
-        what = f"patched{'' if line.by_default else ', if named'}" if line else claim.what if claim else "unknown"
+        what = f"patched{'' if entry.by_default else ', if named'}" if entry else claim.what if claim else "unknown"
         rows.append([f"`{name}`", what])
     return rows
 

@@ -16,16 +16,16 @@ from typing import Any
 from fastdpo.integrations.admission import packages, tested_code
 from fastdpo.integrations.admission.versions import installed_version
 from fastdpo.integrations.line import TrainerLine
-from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.registry import ENTRIES
 
 
 def newest_lines() -> Iterator[TrainerLine]:
     """The newest line of each trainer whose package is installed, in a version that is older than none of them."""
-    newest = [line for line in LINES if line is next(x for x in LINES if x.trainer == line.trainer)]
-    for package in dict.fromkeys(line.package for line in newest):
-        version, lines = installed_version(package), [x for x in newest if x.package == package]
-        if version is not None and all(x.supports(version) or x.precedes(version) for x in lines):
-            yield from (x.load() for x in lines)
+    newest = [entry for entry in ENTRIES if entry is next(x for x in ENTRIES if x.trainer == entry.trainer)]
+    for package in dict.fromkeys(entry.package for entry in newest):
+        version, entries = installed_version(package), [x for x in newest if x.package == package]
+        if version is not None and all(x.supports(version) or x.precedes(version) for x in entries):
+            yield from (x.load() for x in entries)
 
 
 def relied_on(line: TrainerLine) -> dict[str, Any]:

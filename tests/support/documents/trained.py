@@ -27,7 +27,7 @@ from packaging.version import Version
 
 import fastdpo
 from fastdpo.integrations.admission.versions import DISTRIBUTIONS, joined
-from fastdpo.integrations.lines import LINES, TRAINERS
+from fastdpo.integrations.registry import ENTRIES, TRAINERS
 from tests.support import ROOT
 
 COMMITTED = ROOT / "tests" / "trained.json"
@@ -72,10 +72,10 @@ def table(trained: Trained) -> str:
     """The table of trainers of README, with a row for the trainers of the same package and versions."""
     names: dict[tuple[str, str, bool, str], list[str]] = defaultdict(list)
     for trainer in TRAINERS:
-        lines = [line for line in LINES if line.trainer == trainer]
+        entries = [entry for entry in ENTRIES if entry.trainer == trainer]
         package, _, name = trainer.partition(".")
-        ranges = ", ".join(map(_range, reversed(joined([line.versions for line in lines]))))
-        names[package, ranges, lines[0].by_default, _listed(trained[trainer])].append(f"`{name}`")
+        ranges = ", ".join(map(_range, reversed(joined([entry.versions for entry in entries]))))
+        names[package, ranges, entries[0].by_default, _listed(trained[trainer])].append(f"`{name}`")
     rows = [("package", "trainers", "trained by the tests with"), ("---",) * 3]
     for (package, ranges, by_default, tested), each in names.items():
         rows.append((f"`{package}` {ranges}", f"{'' if by_default else 'if named: '}{', '.join(each)}", tested))
@@ -94,12 +94,12 @@ def with_table(text: str, trained: Trained) -> str:
     return f"{before}{BEGIN}\n{table(trained)}\n{END}{rest.split(END)[1]}"
 
 
-def untrained_lines(trained: Trained) -> list[str]:
+def untrained_entries(trained: Trained) -> list[str]:
     """Trainers and versions that are supported although the tests train none of them."""
     return [
-        f"{line.trainer} {line.versions}"
-        for line in LINES
-        if not any(Version(x) in SpecifierSet(line.versions) for x in trained[line.trainer])
+        f"{entry.trainer} {entry.versions}"
+        for entry in ENTRIES
+        if not any(Version(x) in SpecifierSet(entry.versions) for x in trained[entry.trainer])
     ]
 
 

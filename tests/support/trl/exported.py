@@ -19,7 +19,7 @@ from trl.experimental.bema_for_ref_model import DPOTrainer as BEMATrainer
 from trl.experimental.gmpo import GMPOTrainer
 from trl.experimental.kto import KTOTrainer
 
-from fastdpo.integrations.lines import LINES, Line
+from fastdpo.integrations.registry import ENTRIES, Entry
 from tests.support.trl.dpo import DPO, OPTIONS, Recipe, pairs
 from tests.support.trl.groups import build_group
 from tests.support.trl.kto import KTO
@@ -40,10 +40,10 @@ def exported() -> Iterator[tuple[str, type]]:
                 yield f"{package}.{name}", found
 
 
-def line_of(trainer_class: type) -> Line | None:
-    """The line that patches a class itself."""
+def entry_of(trainer_class: type) -> Entry | None:
+    """The entry of a class itself."""
     name = f"trl.{trainer_class.__name__}"
-    return next((x for x in LINES if x.trainer == name and trainer_class.__module__ in x.trainer_modules), None)
+    return next((x for x in ENTRIES if x.trainer == name and trainer_class.__module__ in x.trainer_modules), None)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

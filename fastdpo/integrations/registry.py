@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .line import TrainerLine
 
 
-class Line(NamedTuple):
-    """One trainer in a range of versions.
+class Entry(NamedTuple):
+    """One trainer in a range of versions, and the `TrainerLine` that patches it.
 
     Attributes:
         trainer: name of the trainer, which begins with the name of the package that is imported.
@@ -45,11 +45,11 @@ class Line(NamedTuple):
         return DISTRIBUTIONS.get(self.package, self.package)
 
     def supports(self, version: str | None) -> bool:
-        """Whether the line supports a version of its distribution. None: it is not installed."""
+        """Whether the entry supports a version of its distribution. None: it is not installed."""
         return version is not None and SpecifierSet(self.versions).contains(Version(version), prereleases=True)
 
     def precedes(self, version: str) -> bool:
-        """Whether a version, which may be a pre-release, is newer than all of the line's."""
+        """Whether a version, which may be a pre-release, is newer than all of the entry's."""
         ends = (Version(x.version) for x in SpecifierSet(self.versions) if x.operator in ("<", "<=", "=="))
         release = Version(Version(version).base_version)
         return all(release >= end for end in ends) and not self.supports(version)
@@ -76,32 +76,32 @@ ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.tra
 ALL_TRL, TRL, OPENRLHF, SWIFT, FACTORY = ">=0.24,<1.17", ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
 TRL_FREE, SWIFT_FREE = "trl.reference_free:ReferenceFreeLine", "swift.reference_free:SwiftReferenceFreeLine"
 
-LINES = (
-    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, is_cut=True),
-    Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES, is_cut=True),
-    Line(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ALL_TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), is_cut=True),
-    Line("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), is_cut=True),
-    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, True),
-    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), is_cut=True),
-    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), is_cut=True),
-    Line("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",)),
-    Line("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",)),
-    Line("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",)),
-    Line("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), is_cut=True),
-    Line("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
-    Line(
+ENTRIES = (
+    Entry(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, is_cut=True),
+    Entry(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES, is_cut=True),
+    Entry(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
+    Entry("trl.OnlineDPOTrainer", ALL_TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
+    Entry("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), is_cut=True),
+    Entry("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), is_cut=True),
+    Entry("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, True),
+    Entry("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), is_cut=True),
+    Entry("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), is_cut=True),
+    Entry("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",)),
+    Entry("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",)),
+    Entry("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",)),
+    Entry("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), is_cut=True),
+    Entry("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
+    Entry(
         "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)
     ),
-    Line("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", ("swift.rlhf_trainers.dpo_trainer",)),
-    Line("swift.CPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.cpo_trainer",)),
-    Line("swift.ORPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.orpo_trainer",)),
-    Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", ("swift.rlhf_trainers.kto_trainer",)),
-    Line("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", ("swift.rlhf_trainers.reward_trainer",)),
-    Line("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
-    Line("llamafactory.KTOTrainer", FACTORY, "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
-    Line(
+    Entry("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", ("swift.rlhf_trainers.dpo_trainer",)),
+    Entry("swift.CPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.cpo_trainer",)),
+    Entry("swift.ORPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.orpo_trainer",)),
+    Entry("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", ("swift.rlhf_trainers.kto_trainer",)),
+    Entry("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", ("swift.rlhf_trainers.reward_trainer",)),
+    Entry("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
+    Entry("llamafactory.KTOTrainer", FACTORY, "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
+    Entry(
         "llamafactory.PairwiseTrainer",
         FACTORY,
         "llamafactory.reward:FactoryRewardLine",
@@ -118,13 +118,13 @@ only by name.
 Target = str | type
 """A trainer by its name or its class, or a package by its name."""
 
-TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
+TRAINERS = tuple(dict.fromkeys(entry.trainer for entry in ENTRIES))
 """The names of all trainers."""
 
-CUT_BY_MAX_TOKENS = tuple(dict.fromkeys(line.trainer for line in LINES if line.is_cut))
+CUT_BY_MAX_TOKENS = tuple(dict.fromkeys(entry.trainer for entry in ENTRIES if entry.is_cut))
 """Those that the option `max_tokens` applies to. The other options apply to all."""
 
-PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
+PACKAGES = tuple(dict.fromkeys(entry.package for entry in ENTRIES))
 """Their packages."""
 
 TRAINS_WITH = {"axolotl": ("trl.DPOTrainer", "trl.RewardTrainer")}
@@ -136,15 +136,15 @@ def applies(option: str, trainer: str) -> bool:
     return option != "max_tokens" or trainer in CUT_BY_MAX_TOKENS
 
 
-def lines_of(trainer: str) -> list[Line]:
+def entries_of(trainer: str) -> list[Entry]:
     """Those of a trainer, the newest first."""
-    return [line for line in LINES if line.trainer == trainer]
+    return [entry for entry in ENTRIES if entry.trainer == trainer]
 
 
 def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
     """The names of the trainers that are targeted, by their names or classes, or by their packages.
 
-    A package stands for its trainers that have a line for the installed version. If there are none,
+    A package stands for its trainers that have an entry for the installed version. If there are none,
     it stands for all of its trainers, and each has a reason why it cannot be patched.
 
     Args:
@@ -159,11 +159,11 @@ def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
     """
     names = [_target_name(op, target) for target in _flat(op, targets)]
     if names:
-        lines = [line for package in PACKAGES if package in names for line in _lines_of(package)]
+        entries = [entry for package in PACKAGES if package in names for entry in _entries_of(package)]
     else:
         installed = [x for x in PACKAGES if installed_version(x) is not None]
-        lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
-    chosen = {*names, *(line.trainer for line in lines)}
+        entries = [entry for package in installed or PACKAGES for entry in _entries_of(package) if entry.by_default]
+    chosen = {*names, *(entry.trainer for entry in entries)}
     return [trainer for trainer in TRAINERS if trainer in chosen]
 
 
@@ -188,14 +188,14 @@ def _target_name(op: str, target: object) -> str:
         raise ValueError(f"{rule}; got {shown(target)}{advice}")
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")
-    for line in LINES:
-        if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
-            return line.trainer
+    for entry in ENTRIES:
+        if target.__module__ in entry.trainer_modules and target.__name__.endswith(entry.trainer.rpartition(".")[2]):
+            return entry.trainer
     raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
 
 
-def _lines_of(package: str) -> list[Line]:
-    """The lines of a package that support the installed version, or all lines if none does."""
-    lines = [line for line in LINES if line.package == package]
+def _entries_of(package: str) -> list[Entry]:
+    """The entries of a package that support the installed version, or all entries if none does."""
+    entries = [entry for entry in ENTRIES if entry.package == package]
     version = installed_version(package)
-    return [line for line in lines if line.supports(version)] or lines
+    return [entry for entry in entries if entry.supports(version)] or entries
