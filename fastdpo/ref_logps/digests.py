@@ -49,10 +49,7 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 def _digest(name: str, tensor: Tensor) -> str:
     if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
         kind = "on the meta device" if tensor.is_meta else type(tensor).__name__
-        raise NotImplementedError(
-            f"precompute: the values of {name} cannot be read for the cache's key: it is {kind}. Call precompute "
-            "before the model is offloaded, or without cache_dir"
-        )
+        raise NotImplementedError(f"{name} cannot be read: it is {kind}")
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
