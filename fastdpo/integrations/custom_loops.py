@@ -7,7 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from .bypass import existing_instances
 from .options import require_compile
 from .padded_calls import Rows, padded_call, require_arguments
 from .scored_rows import ScoredRows
-
-if TYPE_CHECKING:
-    pass
 
 NAME = "fastdpo.score"
 """The name under which calls are counted and logged."""
