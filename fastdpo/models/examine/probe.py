@@ -57,7 +57,7 @@ NONDETERMINISTIC = 1024
 """By how many units of rounding two runs of the same batch may differ, since kernels add up in different orders."""
 
 _OF_ROWS = {"cannot-run", "different-states", "different-gradients", "not-finite"}
-"""Names of the reasons that other rows may not have."""
+"""Names of the reasons of `_is_of_rows`."""
 
 
 class ProbeResult(NamedTuple):
@@ -128,11 +128,16 @@ def _probe_padding(model: PreTrainedModel, device: torch.device, rows: Rows, gra
         return _probe_rows(model, device, rows, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
 
     result = probed("ignored")
-    if result.unsupported_reason is None or result.unsupported_reason.name not in _OF_ROWS:
-        return result
-    result = probed("seen")
-    counted = probed("counted") if result.unsupported_reason is None else result
-    return counted if counted.unsupported_reason is None else result
+    if _is_of_rows(result):
+        result = probed("seen")
+        if result.unsupported_reason is None and not _is_of_rows(counted := probed("counted")):
+            return counted
+    return result
+
+
+def _is_of_rows(result: ProbeResult) -> bool:
+    """Whether a model is unsupported for a reason that other rows may not have."""
+    return result.unsupported_reason is not None and result.unsupported_reason.name in _OF_ROWS
 
 
 def _probe_rows(
