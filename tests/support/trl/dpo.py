@@ -332,9 +332,9 @@ def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which the number of rows is appended whenever a batch is packed in this process."""
     stock, recorded = packing.make_layout, []
 
-    def make_layout(*args):
+    def make_layout(*args, **options):
         recorded.append(len(args[0]))
-        return stock(*args)
+        return stock(*args, **options)
 
     monkeypatch.setattr(packing, "make_layout", make_layout)
     return recorded
