@@ -34,11 +34,6 @@ def test_every_new_tensor_names_its_device(path):
     assert bool(lines) == (str(path.relative_to(PACKAGE)) in ON_THE_CPU), lines
 
 
-def test_a_tensor_without_a_device_is_detected():
-    source = "torch.arange(3)\ntorch.zeros(3, device=x.device)\nx.new_zeros(3)\ntorch.tensor([1], dtype=torch.int)"
-    assert list(factories_without_a_device(source)) == [1, 4]
-
-
 def test_a_model_is_probed_and_packed_under_any_default_device():
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
     model = LlamaForCausalLM(LlamaConfig(**sizes))

@@ -277,13 +277,6 @@ def test_other_rows_are_written_where_two_models_have_called_a_library(name, ins
         assert torch.equal(layout.contents.places.index, expected.places.index)
 
 
-def test_a_library_is_inspected_once(installed, monkeypatch):
-    installed()
-    assert_right(inputs())
-    monkeypatch.setattr(inspect, "signature", None)
-    packed_attention(*(x[:20] for x in inputs()[:3]), torch.tensor([[0, 0, 0, 20]], dtype=torch.int32))
-
-
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
     """Tunes on the CPU: the times of backends, in milliseconds."""

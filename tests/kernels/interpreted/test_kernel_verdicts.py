@@ -140,15 +140,6 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
     assert not caplog.records  # the notes of the first process spare it the trial
 
 
-def test_the_wait_for_a_library_is_announced(caplog):
-    """For which fastdpo's kernels stand in. Keys are gathered for it by another one, and it may compile its own."""
-    routes.passes_probe.cache_clear()
-    kind = Kind(CPU, torch.float32, 9, 4, 16, 2, 16, AttentionOptions(0.25, None, None), deterministic=False)
-    with caplog.at_level("INFO", "fastdpo"):
-        assert routes.passes_probe("triton", kind)
-    assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_kernel_that_fails_is_replaced_with_one_warning(fault, plant, caplog, launches):
     reason = plant(fault)

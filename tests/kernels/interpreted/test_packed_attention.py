@@ -208,14 +208,6 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
         assert error(x, exact) < torch.finfo(dtype).eps
 
 
-def test_layouts_do_not_depend_on_the_default_device():
-    with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
-        varlen = varlen_layout(rows_of(ROWS, TOKENS))
-        blocks = layout_blocks(rows_of(ROWS, TOKENS), 4, 2, None, configs_of(16, 16), least_turns=8)
-    for layout in (varlen, varlen.places, blocks, blocks.parts):
-        assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
-
-
 def test_an_unknown_backend_raises(monkeypatch):
     monkeypatch.setenv(routes.VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=r"FASTDPO_ATTENTION must be one of flash-attn-3, .*, or unset; got cudnn"):

@@ -15,8 +15,6 @@ from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
 from fastdpo.ops.head import passes, row_warps
-from tests.support.workers import tuning as worker
-from tests.support.workers.processes import run_ranks
 
 CPU = torch.device("cpu")
 CALL = Kernel("op", CPU, torch.bfloat16, ("D 8",))
@@ -185,15 +183,6 @@ def test_an_invalid_note_is_measured_again(choice, clock):
     assert notes.read(CPU).choices[CALL.noted]["name"] == "b"
 
 
-def test_a_choice_and_a_verdict_share_a_file(clock):
-    clock({"a": 10.0, "b": 8.0})
-    notes.note(CPU, passed="kernel")
-    choose(candidate("a"), candidate("b"))
-    notes.note(CPU, passed="another")
-    assert notes.read(CPU).passed == ["another", "kernel"]
-    assert notes.read(CPU).choices[CALL.noted]["name"] == "b"
-
-
 def test_nothing_is_measured_while_a_graph_is_captured(clock, monkeypatch):
     ran = clock({})
     monkeypatch.setattr(tuning, "is_capturing", lambda device: True)
@@ -231,10 +220,6 @@ def test_a_rank_takes_the_choice_that_another_has_made_meanwhile(clock, store):
     another = [candidate("a"), candidate("b")]
     mine = candidate("c", run=lambda: tuning.decided(CALL, "a", another))
     assert choose(candidate("a"), candidate("b"), mine) == "b"
-
-
-def test_processes_agree():
-    run_ranks(2, worker.choose, seconds=120)
 
 
 def head(dtype=torch.float16):
