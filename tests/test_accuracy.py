@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from fastdpo import accuracy
-from tests.support.accuracy import assert_as_accurate_as
 
 INF, NAN = math.inf, math.nan
 CPU = torch.device("cpu")
@@ -40,31 +39,6 @@ def test_errors_of_rows():
     errors = accuracy.row_errors(expected * 1.5, expected)
     assert errors[:2].tolist() == [0.5, 0.0]
     assert errors[2].isnan()
-
-
-@pytest.mark.parametrize(
-    ("bound", "expected"),
-    [
-        (accuracy.floor(torch.bfloat16), 2**-7),
-        (accuracy.floor(torch.float32), 8 * 2**-23),
-        (accuracy.floor(torch.float64), 1e-12),
-        (accuracy.kernel_bound(torch.bfloat16), 8 * 2**-7),
-        (accuracy.kernel_bound(torch.float32), 8 * 2**-16),
-        (accuracy.run_bound(1e-3, 2**-7), 4e-3 + 2**-7),
-        (accuracy.run_bound(1e-6, 2**-23), 4e-6 + 64 * 2**-23),
-        (accuracy.probe_bound(1e-4), 8e-4),
-        (accuracy.probe_bound(1.0), 0.1),
-        (accuracy.gradient_bound(1e-4, of_parameter=False), 8e-4),
-        (accuracy.gradient_bound(1e-4, of_parameter=True), 2.0**-5),
-    ],
-)
-def test_bounds(bound, expected):
-    assert bound == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_bound_is_not_met_by_nan():
-    with pytest.raises(AssertionError, match="error nan"):
-        assert_as_accurate_as(torch.tensor([NAN]), torch.ones(1), torch.ones(1))
 
 
 ONES = torch.ones(4)

@@ -60,21 +60,6 @@ def test_too_few_tokens_raise(reach, least):
         pack(*batch, groups="pairs", reach=reach, tokens=least - 1)
 
 
-def test_the_layout_of_a_pair():
-    layout = pack_pairs(*padded([scored_answer([5, 6], [1, 2, 3]), scored_answer([5, 6], [4, 3])], left=(1,)))
-    assert layout.token_index.tolist() == [0, 1, 2, 3, 5 + 3]
-    assert layout.position_ids.tolist() == [0, 1, 2, 3, 2]
-    assert layout.rows.tolist() == [[0, 0, 0, 4], [0, 2, 4, 1]]
-    scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
-    assert sorted(scored) == [(1, 1), (1, 4), (2, 2), (3, 3), (4, 3)]
-    assert layout.padded_shape == (2, 5)
-    assert layout.output_shape == (2, 4)
-    dtypes = {name: x.dtype for name, x in vars(layout).items() if isinstance(x, torch.Tensor)}
-    assert dtypes.pop("rows") == torch.int32
-    assert set(dtypes.values()) == {torch.int64}
-    assert torch.equal(layout.mask, layout.rows[None, None])
-
-
 def test_large_ids_survive_merging():
     top = 2**31 - 1
     layout = pack_pairs(*padded([([top, top, 0, top], [None, top, 0, top])] * 2))
@@ -195,22 +180,6 @@ def test_layout_methods_compile_fullgraph():
     arguments = batch[0], torch.randn(len(layout.targets))
     compiled = torch.compile(pack_and_unpack, fullgraph=True, backend="aot_eager")(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(compiled, pack_and_unpack(*arguments), strict=True))
-
-
-def test_layouts_do_not_depend_on_the_default_device():
-    batch, groups = (
-        padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1]), ([5], [None])]),
-        torch.arange(3) // 2,
-    )
-    expected = pack(*batch, groups=groups, reach=20)
-    with torch.device("meta"):  # meta tensors have no values
-        layout = pack(*batch, groups=groups, reach=20)
-        pack(*batch)
-        pack_pairs(*(x[:2] for x in batch))
-        pack(*(x[:, :1] for x in batch))  # the output is empty
-    for name, value in vars(expected).items():
-        field = getattr(layout, name)
-        assert field == value if isinstance(value, tuple | int) else torch.equal(field, value)
 
 
 class OnDevice(torch.Tensor):

@@ -1,14 +1,13 @@
-"""Preference losses and means of random pairs."""
+"""Preference losses of random pairs."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
 
-from fastdpo import metrics, ops
+from fastdpo import ops
 from fastdpo.accuracy import error
 from fastdpo.ops.losses.divergences import DIVERGENCES
 from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
@@ -87,39 +86,6 @@ def check_loss(case: Pairs) -> None:
         assert torch.equal(result.losses, plain.losses * weights)
 
 
-class Values(NamedTuple):
-    """Values of tokens in several updates."""
-
-    seed: int
-    updates: int
-    length: int
-    scored: float
-
-
-VALUES = st.builds(
-    Values, seed=SEEDS, updates=st.integers(1, 4), length=st.integers(1, 9), scored=st.sampled_from([0.0, 0.5, 1.0])
-)
-
-
-def check_means(case: Values) -> None:
-    """Means over several updates equal those of all values together."""
-    source, means = Source(case.seed), metrics.Means(("a", "b"))
-    values, weighted = [], []
-    for _ in range(case.updates):
-        a, b = source.normal(case.length), source.normal(case.length)
-        mask = source.mask(case.scored, case.length)
-        means.update_weighted({"a": (a, None), "b": (b.masked_fill(~mask, torch.nan), mask)})
-        values += a.tolist()
-        weighted += b[mask].tolist()
-    found = means.compute()
-    assert math.isclose(found["a"], math.fsum(values) / len(values), rel_tol=1e-9, abs_tol=1e-12)
-    if weighted:
-        assert math.isclose(found["b"], math.fsum(weighted) / len(weighted), rel_tol=1e-9, abs_tol=1e-12)
-    else:
-        assert math.isnan(found["b"])
-
-
 OVERFLOWING = Pairs(0, 2, 1e4, ("ipo", "discopop"), "forward_kl", 1.0, 0.0, 0.0, False)
 
 test_preference_loss = fuzzed(PAIRS, 0.06, (OVERFLOWING,))(check_loss)
-test_means = fuzzed(VALUES, 0.03)(check_means)

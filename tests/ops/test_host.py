@@ -59,12 +59,6 @@ def test_gpus_run_kernels_if_triton_is_installed():
     assert not devices.suits_triton(cpu, torch.float32)
 
 
-def test_reading_a_value_of_a_meta_tensor_raises(launches):
-    for ask in (lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], bool):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            ask(empty(1))
-
-
 @pytest.mark.parametrize("statistics", ["", ",".join(STATISTICS)])
 @pytest.mark.parametrize("mode", ["nothing", "frozen", "kept", "recomputed"])
 def test_a_head_does_not_synchronize(mode, statistics, launches):

@@ -208,17 +208,6 @@ def test_groups_do_not_see_each_other(features, heads, poison, path):
         assert torch.equal(x, expected)
 
 
-@pytest.mark.parametrize("heads", ["grouped", "wide values"])
-@pytest.mark.parametrize("features", FEATURES)
-def test_completions_do_not_see_each_other(features, heads, path):
-    rows = rows_of([(5, [3, 4])])
-    inputs, options = attention_inputs(rows, heads), options_of(features, heads)
-    clean = packed_attention(*inputs[:3], rows, **options)
-    for x in inputs:
-        x[5:8] = NAN
-    assert torch.equal(packed_attention(*inputs[:3], rows, **options)[8:], clean[8:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gradients_that_can_be_differentiated_again(dtype):
     """Where one tensor is key and value, too."""

@@ -1,5 +1,5 @@
-"""preference_loss: equal to TRL's losses, or to the formulas of papers, but finite where these overflow, also with the
-sums of LD-DPO and the weights of WPO. `tests/fuzz/test_losses.py` has rewards.
+"""preference_loss: equal to TRL's losses, or to the formulas of papers, but finite where these overflow.
+`tests/fuzz/test_losses.py` has rewards and weights.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastdpo.ops import PreferenceObjective, preference_loss
 from fastdpo.ops.losses.divergences import DIVERGENCES
-from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, REFERENCE_FREE, SORTED
+from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, REFERENCE_FREE
 
 OTHERS = ("cdpo", "ipo_sum", "simpo", "simpo_sum")  # the losses that TRL's DPOTrainer lacks
 OF_TRL = [name for name in LOSSES if name not in OTHERS]
@@ -48,10 +48,6 @@ ALL = {**OBJECTIVES, **CONSTANTS, **SUMS}
 EXTREME = {**OBJECTIVES, **CONSTANTS, **{name: dict(loss_type=name) for name in LOSSES if name not in OF_TRL}}
 
 
-def losses_of(objective):
-    return PreferenceObjective(**objective).losses
-
-
 def random_batch(p=5, length=9):
     """Token log-probabilities of a policy and its reference. Rows i and p + i are a pair."""
     mask = torch.zeros(2 * p, length + 1, dtype=torch.long)  # per token, as TRL's collator makes it
@@ -61,39 +57,21 @@ def random_batch(p=5, length=9):
     scored = mask[:, 1:]
     reference = -4 * torch.rand(2 * p, length) * scored
     policy = (reference + 0.7 * torch.randn(2 * p, length)) * scored
-    log_sum_sq_probs = -3 * torch.rand(2 * p, length) * scored
-    return SimpleNamespace(mask=mask, scored=scored, policy=policy, ref=reference, log_sum_sq_probs=log_sum_sq_probs)
+    return SimpleNamespace(mask=mask, scored=scored, policy=policy, ref=reference)
 
 
-def length_desensitized(logps, mask, ld_alpha):
-    """The sums of LD-DPO (arXiv 2409.06411)."""
-    shorter = mask.sum(1).view(2, -1).amin(0).repeat(2)
-    return torch.where(mask.cumsum(1) <= shorter[:, None], logps, ld_alpha * logps).sum(1)
-
-
-def wpo_weights(logps, log_sum_sq_probs, mask):
-    """The weights of WPO (arXiv 2406.11827, eq. 2)."""
-    means = ((logps.detach() - log_sum_sq_probs) * mask).sum(1) / mask.sum(1)
-    return means.view(2, -1).sum(0).exp()
-
-
-def of_fastdpo(batch, objective, ld_alpha=None, wpo=False):
+def of_fastdpo(batch, objective):
     """The result of preference_loss, and the gradient of the policy's token log-probabilities."""
     tokens = batch.policy.clone().requires_grad_()
     policy = tokens * batch.scored
-
-    def sums(logps):
-        return logps.sum(1) if ld_alpha is None else length_desensitized(logps, batch.scored, ld_alpha)
-
     lengths = batch.scored.sum(1).chunk(2)
     result = preference_loss(
-        *sums(policy).chunk(2),
-        *sums(batch.ref).chunk(2),
+        *policy.sum(1).chunk(2),
+        *batch.ref.sum(1).chunk(2),
         PreferenceObjective(**objective),
         chosen_lengths=lengths[0],
         rejected_lengths=lengths[1],
         sft_logps=policy.sum(1).chunk(2)[0],
-        weights=wpo_weights(policy, batch.log_sum_sq_probs, batch.scored) if wpo else None,
     )
     result.loss.backward()
     return result, tokens.grad
@@ -114,36 +92,31 @@ def trl_result(trl):
 
         is_gradient_checkpointing = False
 
-        def __init__(self, log_probs, log_sum_sq_probs):
+        def __init__(self, log_probs):
             super().__init__()
             zeros = torch.zeros_like(log_probs)
-            self.output = SimpleNamespace(
-                log_probs=log_probs,
-                log_sum_sq_probs=log_sum_sq_probs,
-                entropy=zeros,
-                mean_logits=zeros,
-                is_top1=zeros.bool(),
-            )
+            others = dict.fromkeys(("log_sum_sq_probs", "entropy", "mean_logits"), zeros)
+            self.output = SimpleNamespace(log_probs=log_probs, is_top1=zeros.bool(), **others)
 
         def forward(self, **inputs):
             return self.output
 
-    def call(batch, objective, ld_alpha=None, wpo=False):
+    def call(batch, objective):
         config = {field.name: field.default for field in dataclasses.fields(PreferenceObjective)} | objective
         losses = [config["loss_type"]] if isinstance(config["loss_type"], str) else config["loss_type"]
         tokens = batch.policy.clone().requires_grad_()
-        model = Model(tokens * batch.scored, batch.log_sum_sq_probs)
+        model = Model(tokens * batch.scored)
         trainer = SimpleNamespace(
             **config,
             model=model,
-            ref_model=Model(batch.ref, batch.log_sum_sq_probs),
+            ref_model=Model(batch.ref),
             args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=config["discopop_tau"]),
             accelerator=SimpleNamespace(
                 device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
             ),
             loss_types=losses,
-            ld_alpha=ld_alpha,
-            use_weighting=wpo,
+            ld_alpha=None,
+            use_weighting=False,
             precompute_ref_logps=False,
             aux_loss_enabled=False,
             _metrics=defaultdict(lambda: defaultdict(list)),
@@ -167,19 +140,13 @@ def assert_same(mine, trls):
     assert result.rejected_rewards.mean().item() == pytest.approx(metrics["rewards/rejected"][0], rel=1e-4)
 
 
-WAYS = ({}, dict(ld_alpha=0.3), dict(wpo=True), dict(ld_alpha=0.6, wpo=True))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_loss_and_gradients_equal_trls(trl_result, monkeypatch, name):
     # TRL multiplies the losses by weights in place. That fails for hinge (relu saves its result for the
     # backward) and for sft (an expanded tensor).
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp(min=0))
-    losses = losses_of(ALL[name])
-    for way in WAYS:
-        if "wpo" not in way or not set(SORTED) & set(losses):  # which take no weights of pairs
-            batch = random_batch(p=1 if "wpo" in way and "sft" in losses else 5)
-            assert_same(of_fastdpo(batch, ALL[name], **way), trl_result(batch, ALL[name], **way))
+    batch = random_batch()
+    assert_same(of_fastdpo(batch, ALL[name]), trl_result(batch, ALL[name]))
 
 
 def test_losses_and_defaults_are_those_of_trl(trl, trl_result):
@@ -289,10 +256,10 @@ def test_fullgraph_compiles_for_any_number_of_pairs(divergence, backend):
     torch.compiler.reset()
     objective = PreferenceObjective(**COMPILED[divergence])
 
-    def loss(policy, ref, log_sum_sq_probs, mask):
-        weights = None if divergence == "reverse_kl" else wpo_weights(policy, log_sum_sq_probs, mask)
-        sums = [length_desensitized(x, mask, 0.5).chunk(2) for x in (policy, ref)]
+    def loss(policy, ref, mask):
+        sums = [x.sum(1).chunk(2) for x in (policy, ref)]
         lengths = mask.sum(1).chunk(2)
+        weights = None if divergence == "reverse_kl" else lengths[0] / lengths[1]
         options = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
         return preference_loss(*sums[0], *sums[1], objective, **options)
 
@@ -302,7 +269,7 @@ def test_fullgraph_compiles_for_any_number_of_pairs(divergence, backend):
         results = []
         for function in (compiled, loss):
             policy = batch.policy.clone().requires_grad_()
-            result = function(policy, batch.ref, batch.log_sum_sq_probs, batch.scored)
+            result = function(policy, batch.ref, batch.scored)
             result.loss.backward()
             results.append([*result, policy.grad])
         torch.testing.assert_close(*results)
@@ -351,14 +318,6 @@ def test_losses_and_gradients_are_those_of_the_papers(name, pairs):
     torch.testing.assert_close(result.loss, expected.mean())
     for a, b in zip(*(torch.autograd.grad(x, logps[:2]) for x in (result.loss, expected.mean())), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_smoothing_of_cdpo_interpolates_between_both_preferences(pairs):
-    c, r, ref_c, ref_r, *_ = pairs
-    dpo = [preference_loss(*x).losses for x in ((c, r, ref_c, ref_r), (r, c, ref_r, ref_c))]
-    smoothed = preference_loss(c, r, ref_c, ref_r, PreferenceObjective("cdpo", label_smoothing=0.3)).losses
-    torch.testing.assert_close(smoothed, 0.7 * dpo[0] + 0.3 * dpo[1])
-    torch.testing.assert_close(preference_loss(c, r, ref_c, ref_r, PreferenceObjective("cdpo")).losses, dpo[0])
 
 
 def test_losses_without_a_reference(pairs):
