@@ -22,17 +22,12 @@ def test_steps_of_qlora(tmp_path, monkeypatch):
     """The case of a GPU on tiny sizes. Each side has proved that its weights are quantized."""
     monkeypatch.setenv("GPU_CASES", "1")
     out = tmp_path / "step.json"
-    options = (
-        "--suite",
-        "step",
-        "--quick",
-        "--rounds",
-        "1",
+    options = [
+        *["--suite", "step", "--quick", "--rounds", "1", "--sides"],
+        f"^({STOCK}|{SUBJECT})$",
         "--cases",
         "8B, QLoRA",
-        "--sides",
-        f"^({STOCK}|{SUBJECT})$",
-    )
+    ]
     run_with("QUANTIZERS", "benchmarks.run", *options, "--json", out)
     result = json.loads(out.read_text())
     (case,) = result["cases"]

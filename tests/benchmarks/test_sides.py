@@ -94,19 +94,12 @@ def test_a_compiled_side_compiles(checked):
         side.prove()
 
 
-def test_a_side_that_shares_no_prompts_computes_all_tokens(checked):
-    checked(TrainerStep, "fastdpo", share_prompts=False).prove()
-    side = checked(TrainerStep, "fastdpo", share_prompts=True)
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_side_shares_prompts_if_it_says_so(shares, checked):
+    side = checked(TrainerStep, "fastdpo", share_prompts=shares)
     side.prove()
-    side.shares = False
-    with pytest.raises(RuntimeError, match=r"must share no prompts; of .* tokens it computed"):
-        side.prove()
-
-
-def test_a_side_shares_prompts(checked):
-    side = checked(TrainerStep, "fastdpo", share_prompts=False)
-    side.shares = True
-    with pytest.raises(RuntimeError, match=r"must share prompts; of .* tokens it computed"):
+    side.shares = not shares
+    with pytest.raises(RuntimeError, match=rf"must share {'no ' if shares else ''}prompts; of .* tokens it computed"):
         side.prove()
 
 

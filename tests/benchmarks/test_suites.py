@@ -18,7 +18,7 @@ from benchmarks.sides.attention import AttentionWorkload, ExactAttention, Packed
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
-from benchmarks.suites import SUITES, accumulated, attention, step, trainers
+from benchmarks.suites import SUITES, attention, step, trainers
 from benchmarks.worker import build_side
 from tests.support.programs.warm import run_program
 
@@ -193,27 +193,6 @@ def test_steps_of_models_in_bfloat16(case, run_cases):
     assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
 
 
-OF_A_GPU = {
-    "accumulated": accumulated.build_gpu_cases,
-    "online": lambda quick: [step.one_gpu_case("benchmarks.sides.online:OnlineStep", quick)],
-    "reward": lambda quick: [step.one_gpu_case("benchmarks.sides.reward:RewardStep", quick)],
-}
-
-
-@pytest.mark.parametrize("suite", ["accumulated", "online", pytest.param("reward", marks=pytest.mark.thorough)])
-def test_other_steps_in_bfloat16(suite, run_cases):
-    """The case of a GPU, on tiny sizes, and sides that are selected by their names."""
-    only = () if suite == "accumulated" else ("--sides", f"^{SUBJECT}$")
-    code, result = run_cases(suite, OF_A_GPU[suite](quick=True), "--rounds", "1", *only)
-    assert code == 0
-    (case,) = result["cases"]
-    statuses = {name: side["status"] for name, side in case["sides"].items()}
-    assert statuses.pop(step.GRAPHS_OF_COMPILED, "unavailable") == "unavailable"
-    assert set(statuses.values()) == {"measured"}
-    assert case["workload"]["bf16"]
-    assert not only or statuses.keys() == {SUBJECT}
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_steps_with_checkpointing_compute_layers_twice(checkpointing):
     work = Workload((((8, 4, 3),),), size=step.QUICK_SIZE, checkpointing=checkpointing)
@@ -266,13 +245,6 @@ def test_a_side_that_runs_out_of_memory_is_a_result(in_process, run_cases, monke
     assert (plain["status"], plain["reason"]) == ("out of memory", "tried to allocate 180 GiB")
     assert subject["status"] == "measured"
     assert "plain: out of memory: tried to allocate 180 GiB" in capsys.readouterr().out
-
-
-def test_no_ratio_to_a_faulty_fastdpo(run_cases):
-    sides = head_side("plain PyTorch"), Side(SUBJECT, "sabotaged:Wrong", WORK)
-    code, result = run_cases("head", [Case("a case", "group", sides)])
-    assert code == 1
-    assert result["summary"]["cases"]["a case"]["times_fastdpo"] == {}
 
 
 def test_a_pattern_that_matches_no_case_is_an_error():

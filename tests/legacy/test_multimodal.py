@@ -9,11 +9,9 @@ from transformers import AutoModelForImageTextToText
 from fastdpo.models import attention
 from fastdpo.models.examine import probe, support
 from tests.support.comparison import drawn, sizes_of
+from tests.support.models.multimodal_text import QWEN, TOWER
 from tests.support.trl.dpo import WORDS, assert_same_error
 
-TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-TOWER |= dict(patch_size=4, image_size=16)
-QWEN = dict(hidden_size=16, intermediate_size=24, depth=1, num_heads=2, patch_size=4, out_hidden_size=32)
 THREE = dict(rope_scaling=dict(rope_type="default", type="mrope", mrope_section=[1, 1, 2]))
 KINDS = {
     "gemma3": (dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]), TOWER),

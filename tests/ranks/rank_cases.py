@@ -32,7 +32,6 @@ from tests.support.comparison import double
 from tests.support.kernels import recorder
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
-from tests.support.models.trained_effects import EFFECTS
 from tests.support.models.watching import change
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl import kto, sft
@@ -479,9 +478,6 @@ CASES = {
         for kind in ("stock", "patched")
     },
 }
-
-for name, effect in EFFECTS.items():
-    CASES |= on("fsdp2 zero3", name, FEW_STEPS, prepare=effect.plant)
 
 for reason, prepare in (AGREED | AROUND_CALLS | {"attention-dropout": drop_attention}).items():
     CASES |= on("fsdp2 zero3", f"{reason} on the first rank", FEW_STEPS, prepare=prepare, changed_on=on_first)

@@ -1,7 +1,7 @@
 """Reasons to fall back that one rank alone has. None of them changes what a model computes.
 
 `OF_CALLS` change the arguments of a call, `AROUND_CALLS` what surrounds it, `AGREED` a model before it is
-trained. `NOT_OF_ONE_RANK` are the other reasons of a model, a batch or a head, and why no case has them.
+trained.
 """
 
 from __future__ import annotations
@@ -197,47 +197,3 @@ AGREED: dict[str, Callable[[PreTrainedModel], None]] = {
     "cannot-run": fail_packed,
 }
 """By the name of the reason, a change of a model for which all ranks fall back."""
-
-OTHERS = {
-    "alibi": "not qualified on the last rank",
-    "attention-dropout": "attention-dropout on the first rank",
-    "image-arguments": "image-arguments on the first rank",
-    "changed-model": "model changes on the first rank",
-}
-"""By the name of the reason, the end of the name of the cases that plant it next to those of the tables."""
-
-_CONFIGURATION = "as alibi: ranks agree on what a configuration says before their first call"
-_IMAGES = "ranks that run a model together run images padded (image-ranks), and do not come this far"
-
-NOT_OF_ONE_RANK = {
-    **dict.fromkeys(
-        (
-            *("encoder-decoder", "no-language-model", "cross-attention", "bidirectional", "fixed-attention"),
-            *("layer-types", "attention-implementation", "upcast-attention"),
-        ),
-        _CONFIGURATION,
-    ),
-    **dict.fromkeys(
-        (
-            *("image-placeholder", "image-labels", "image-norm", "image-rope", "image-positions", "image-mask"),
-            *("image-attention", "image-recurrence", "unshared-image", "cut-image"),
-        ),
-        _IMAGES,
-    ),
-    "changing-model": "ranks that run a model together examine it once (changed-model)",
-    "examined-tokens": "of layers with code of their own: tests/models/test_sharding.py",
-    "image-ranks": "of FSDP2 alone (images on the first rank): under ZeRO-3, stock ends with an error",
-    "ids-outside": "the model's own forward raises an error at such an id",
-    "cannot-install": "ranks have the same packages",
-    "no-labels": "TRL's own fused head raises an error in such a call",
-    **dict.fromkeys(
-        ("replaced-forward", "output-hooks"), "of trainers that read logits: tests/models/test_calls_of_ranks.py"
-    ),
-    "rope-width": "a reason of options of patch(), not of a call",
-    "sequence-model": "of ranks that share each batch: tests/models/test_sequence_refusals.py",
-    "no-head": "a model without a head computes no log-probabilities in stock either",
-    "no-head-weight": "as head-type: a head without a weight has a class of its own",
-    "offloaded-head": "accelerate moves weights to the disk for one process only",
-    "split-head": "tensor parallelism cuts the head on all ranks",
-    "transformed-call": "no trainer transforms a call by torch.func",
-}

@@ -1,15 +1,11 @@
 """Batches and models that one rank can pack and another cannot, under sharded engines."""
 
-import ast
 from collections.abc import Iterable
 from itertools import product
 
 import pytest
-from rank_cases import CASES
 from rank_comparison import assert_trained_alike
-from rank_reasons import AGREED, AROUND_CALLS, NOT_OF_ONE_RANK, OF_CALLS, OTHERS
-
-from tests.support import ROOT
+from rank_reasons import AGREED, AROUND_CALLS, OF_CALLS
 
 ENGINES = ["fsdp2", "zero3"]
 
@@ -79,18 +75,3 @@ def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str], later:
     assert [reason for reason in reasons if f"[{reason}]" not in logged] == []
     for other in others:
         assert {path for kind, path in other["calls"] if kind not in later} == {"fused"}
-
-
-DECIDING = [*(f"models/{name}.py" for name in ("deciding", "examine/support", "images", "head")), "packing.py"]
-"""The files whose reasons send a call or a model to stock."""
-
-
-def test_every_reason_is_planted_on_one_rank_or_says_why_not():
-    named = set()
-    for file in DECIDING:
-        calls = (x for x in ast.walk(ast.parse((ROOT / "fastdpo" / file).read_text())) if isinstance(x, ast.Call))
-        named |= {x.args[0].value for x in calls if isinstance(x.func, ast.Name) and x.func.id == "Reason"}
-    planted = [*OF_CALLS, *AROUND_CALLS, *(reason for reason in AGREED if reason in named), *OTHERS]
-    assert sorted([*planted, *NOT_OF_ONE_RANK]) == sorted(named)
-    for name in OTHERS.values():
-        assert {f"{engine} {name}" for engine in ENGINES} <= CASES.keys()

@@ -289,13 +289,6 @@ def test_a_wrapper_that_is_not_from_peft_changes_the_key():
     assert keys.model_digest(compiled) == keys.model_digest(tiny_model())
 
 
-def test_a_model_with_a_hook_on_the_peft_wrapper_is_not_cached():
-    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
-    assert keys.uncacheable_reason(model) is None
-    model.register_forward_hook(doubled)
-    assert "runs doubled" in (keys.uncacheable_reason(model) or "")
-
-
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_model_with_custom_functions_is_not_cached(name, tmp_path, caplog, monkeypatch):
     """A key cannot identify such a function, because it could read any variable."""

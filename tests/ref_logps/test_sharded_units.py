@@ -2,21 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fastdpo
 from fastdpo import ref_logps
 from tests.support.ref_logps import assert_close, exact, tokens
 from tests.support.trl.dpo import tiny_model
-
-
-@pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

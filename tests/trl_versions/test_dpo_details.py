@@ -3,16 +3,14 @@
 `test_dpo.py` has the trainings that run with every version.
 """
 
-from importlib.metadata import version
-
 import pytest
 import torch
 from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.integrations.scored_rows import ScoredRows
-from tests.support.comparison import approximately, assert_trained_alike
-from tests.support.trl.dpo import build, mean_logit, run_two_ranks, tiny_model
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import build, mean_logit, tiny_model
 
 
 def test_metrics_of_logits_come_from_stock(both):
@@ -59,15 +57,3 @@ def test_liger_kernels_leave_a_trainer_unpatched(tmp_path, caplog):
         build(tmp_path, *models, use_liger_kernel=True)
     assert caplog.text.count("trl.DPOTrainer (DPOTrainer): not fused, use_liger_kernel is set") == 1
     assert "forward" not in vars(models[0])
-
-
-@pytest.mark.skipif(version("trl") != "1.9.0", reason="one version is enough for the slowest test")
-def test_two_ranks(tmp_path):
-    """The logs equal stock's of all ranks, and each step has the collectives of stock."""
-    uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("uncut", "patched"))
-    assert patched[0]["logs"] == patched[1]["logs"]
-    for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
-        assert {k: x for k, x in b.items() if k != "eval_loss"} == approximately(
-            {k: x for k, x in a.items() if k != "eval_loss"}
-        )
-    assert patched[0]["counts"] == uncut[0]["counts"]
