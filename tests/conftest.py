@@ -24,6 +24,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fastdpo
 from fastdpo.ops import second_derivatives
@@ -152,6 +154,14 @@ def both(tmp_path):
     from tests.support.trl.dpo import train_both
 
     return functools.partial(train_both, tmp_path)
+
+
+@pytest.fixture
+def mesh():
+    """Of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 import fastdpo
 from fastdpo.models import calls, deciding
 from fastdpo.models.examine import examination, probe
+from tests.integrations.test_custom_loops import own_logps
 from tests.support import faults
 from tests.support.comparison import assert_same_bits
 from tests.support.kernels import recorder
@@ -40,12 +41,6 @@ def llama(**config) -> nn.Module:
     return tiny_model(**config).double().train()
 
 
-def own_logps(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    logps = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    targets = labels[:, 1:]
-    return logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
-
-
 def scored(model: nn.Module, seed: int = 0) -> tuple[str, Tensor]:
     """The path of a call with gradients, and its log-probabilities."""
     before, (ids, labels) = fastdpo.calls.copy(), batch(seed)
@@ -61,7 +56,8 @@ def warnings_in(caplog) -> list[str]:
 
 def assert_own(model: nn.Module, logps: Tensor, seed: int = 0) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(logps, own_logps(model, *batch(seed)), rtol=1e-9, atol=1e-9)
+        ids, labels = batch(seed)
+        torch.testing.assert_close(logps, own_logps(model, ids, torch.ones_like(ids), labels), rtol=1e-9, atol=1e-9)
 
 
 class Mixing(Wrapped):
@@ -452,7 +448,8 @@ def test_attention_that_depends_on_the_width_of_rows(name, monkeypatch):
         labels = ids.masked_fill(torch.arange(width) < 9, -100)
         for _ in range(2):
             found = fastdpo.score(model, ids, labels=labels).logps
-            torch.testing.assert_close(found, own_logps(model, ids, labels), rtol=1e-9, atol=1e-9)
+            expected = own_logps(model, ids, torch.ones_like(ids), labels)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def counting_in_a_list(module: nn.Module) -> list:

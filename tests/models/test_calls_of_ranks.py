@@ -17,6 +17,7 @@ from fastdpo.models import forward
 from fastdpo.models.state import ForwardOptions
 from fastdpo.packing import IGNORE_INDEX
 from fastdpo.reasons import Reason
+from tests.integrations.test_custom_loops import own_logps
 from tests.support.comparison import assert_same_gradients
 from tests.support.ref_logps import ranks
 from tests.support.trl.dpo import tiny_model
@@ -49,20 +50,13 @@ def doubled(module, args, output):
     return 2 * output
 
 
-def stock(model: PreTrainedModel, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of labels [R, L-1] from logits."""
-    targets = labels[:, 1:]
-    logps = model(**inputs).logits[:, :-1].log_softmax(-1)
-    return logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != IGNORE_INDEX)
-
-
 def score(model: PreTrainedModel, inputs: dict, change: str | None) -> torch.Tensor:
     return scored_rows.score(
         model,
         TRAINER,
         Reason("first-token") if change == "leave" else inputs,
         lambda rows: rows.logps,
-        lambda model: stock(model, **inputs),
+        lambda model: own_logps(model, **inputs),
     )
 
 
@@ -86,7 +80,7 @@ def train(case: str, rank: int, shard: bool) -> tuple[list[torch.Tensor], dict[s
             inputs["attention_mask"][:, 1] = 0
         if change == "hook":
             model.lm_head.register_forward_hook(doubled)
-        logps = score(model, inputs, change) if shard else stock(model, **inputs)
+        logps = score(model, inputs, change) if shard else own_logps(model, **inputs)
         logps.sum().backward()
         results.append(logps.detach())
         paths += [path for _, _, path in (fastdpo.calls - before).elements()]

@@ -22,14 +22,6 @@ def call(pixels: torch.Tensor, ids: torch.Tensor = IDS, **others) -> Call:
     return Call.of(dict(input_ids=ids, attention_mask=MASK, labels=LABELS, pixel_values=pixels, **others))
 
 
-def test_images_that_were_written_to_are_compared_again():
-    pixels = torch.ones(4, 3)
-    given = call(pixels)
-    assert images.are_repeated(given)
-    pixels.data[0] = 2  # which raises no version
-    assert not images.are_repeated(given)
-
-
 def pack(model, given: Call) -> RunnableBatch:
     return images.pack(model, given, lambda groups: given.batch.pack(Form(groups)))
 

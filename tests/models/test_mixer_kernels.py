@@ -6,7 +6,6 @@ from types import MethodType
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.float64 import float64_throughout
 from fastdpo.models import attention
@@ -14,7 +13,7 @@ from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, known
 from fastdpo.models.mixers.segments import Segments
 from tests.support.models.families import HYBRID, WHOLE_ROWS, tiny_family
-from tests.support.models.mixer_errors import largest_error, pairs, results
+from tests.support.models.mixer_errors import in_dtype, largest_error, pairs, results
 from tests.support.stand_ins.mixer_kernels import KERNELS, install, signature_of
 
 CPU = torch.device("cpu")
@@ -25,10 +24,7 @@ KNOWN = [name for name in HYBRID if name not in WHOLE_ROWS]
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32):
-    model = tiny_family(name)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped implementation has no float64
-    return model.to(dtype).train()
+    return in_dtype(tiny_family(name), dtype).train()
 
 
 def has_kernel_for_whole_mixer(model) -> bool:
@@ -162,33 +158,6 @@ def test_functions_that_are_replaced_after_the_probe_are_noticed(monkeypatch, pa
         error = pytest.raises(RuntimeError, match="the functions that Lfm2ShortConv calls have been replaced")
         with error, attention.named(attention.configs_of(model)):
             model.base_model(**inputs)
-
-
-class HubKernel(nn.Module):
-    """A function of a modeling file where the package `kernels` is installed."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.rows = function, []
-
-    def forward(self, *args, **kwargs):
-        self.rows.append(len(args[0]))
-        return self.function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "mamba"])
-def test_hub_kernels_get_whole_rows(monkeypatch, packed_models, name):
-    model = model_of(name, torch.float64)
-    with float64_throughout():
-        exact = results(model, *(batch := pairs()), packed=False)
-        namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
-        functions = finding.functions_of(finding.mixers_of(model)[0])
-        kernels = {name: HubKernel(function) for name, function in functions.items()}
-        for function, kernel in kernels.items():
-            monkeypatch.setitem(namespace, function, kernel)
-        packed_models(model)
-        assert largest_error(results(model, *batch, packed=True), exact) < EXACT
-    assert {rows for kernel in kernels.values() for rows in kernel.rows} == {len(batch[2].rows)}
 
 
 def test_a_kernel_for_a_whole_mixer_gets_whole_rows(monkeypatch, packed_models):

@@ -135,20 +135,6 @@ def test_wrong_segments_are_detected(monkeypatch, fresh_probe, name, sabotage, d
     assert reason in str(probe.probe(switched(name, dtype), CPU).unsupported_reason)
 
 
-@pytest.mark.parametrize("initialized", [True, False], ids=["initialized", "random"])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "mamba"])
-def test_lost_halos_are_detected_in_the_first_tokens_of_branches(monkeypatch, fresh_probe, name, initialized):
-    """The model's own probe sees them as well, also with the weights that a model starts from."""
-    monkeypatch.setattr(function_probe, "unsupported_reason", lambda model, device: None)
-    model = tiny_family(name)
-    if initialized:
-        model = AutoModelForCausalLM.from_config(model.config)
-    attention.switch(model)
-    assert probe.probe(model, CPU).unsupported_reason is None
-    lose_halos(monkeypatch)
-    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
-
-
 @pytest.mark.parametrize("name", HYBRID)
 def test_a_mixer_without_a_layout_is_detected(monkeypatch, name):
     """Without its layout a mixer takes packed tokens for one row."""

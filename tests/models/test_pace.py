@@ -242,18 +242,6 @@ def test_drawn_worlds():
     assert np.mean(near) >= 0.85
 
 
-@pytest.mark.parametrize("attribute", ["steps", "host"])
-def test_more_to_gain_switches_nothing_off(attribute):
-    for seed in range(12):
-        world, more = World.draw(seed), World.draw(seed)
-        world.noise = more.noise = 0
-        setattr(more, attribute, 2 * getattr(world, attribute))
-        before, after = Trained(world), Trained(more)
-        assert after.compiled >= before.compiled, seed
-        if after.compiled == before.compiled:  # compiled layers may leave a replay nothing to save
-            assert bool(after.recorded) >= bool(before.recorded), seed
-
-
 def clocked(*times, left=1000, done=10):
     """The pace of calls at these times."""
     now = iter(times)
@@ -323,14 +311,6 @@ def test_what_was_lost_counts(left, is_recorded):
         found.trials.append(trial)
     assert not found.is_kept(trial)
     assert found.is_recorded(500, 20) == is_recorded
-
-
-def test_compiling_must_pay_in_what_is_left():
-    short, long = (clocked(*range(40), left=left, done=40) for left in (80, 4000))
-    assert short.gain_of_compiling(int(1e9), None) < 0 < long.gain_of_compiling(int(1e9), None)
-    assert long.gain_of_compiling(int(8e9), None) < long.gain_of_compiling(int(1e9), None)
-    assert long.gain_of_compiling(1, Compiled(1.0, LEAST_SAVING / 2)) == -torch.inf
-    assert short.gain_of_compiling(1, Compiled(1.0, 0.2)) > 0
 
 
 def stepped(before, after, steps, recording=1.0, **options):

@@ -4,25 +4,17 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fastdpo
 from fastdpo.models import forward
 from fastdpo.models.examine import probe
 from fastdpo.models.state import ForwardOptions
+from tests.integrations.test_custom_loops import own_logps
 from tests.support.models.planted import PLANTED, Scaled, in_layers
 from tests.support.trl.dpo import tiny_model
 
 NAME = "a model that is sharded later"
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_a_model_is_examined_again_once_it_is_sharded(mesh):
@@ -60,11 +52,7 @@ def test_a_sharded_model_with_more_than_weights(mesh, name, caplog):
         found = []
         for ids in batches:
             mask = torch.ones_like(ids)
-            if is_ours:
-                logps = fastdpo.score(model, ids, mask, ids).logps
-            else:
-                logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-                logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            logps = fastdpo.score(model, ids, mask, ids).logps if is_ours else own_logps(model, ids, mask, ids)
             model.zero_grad()
             logps.sum().backward()
             gradients = {key: x.grad.full_tensor() for key, x in model.named_parameters() if x.grad is not None}

@@ -62,12 +62,6 @@ def test_no_optimizer_steps_with_a_stale_layout(tmp_path, monkeypatch):
     assert all(map(torch.equal, trainer.model.parameters(), trainer.before))
 
 
-def test_batches_that_are_not_written_to_train(tmp_path):
-    with fastdpo.patched("trl.DPOTrainer"):
-        run = train(tmp_path, tiny_model(), tiny_model(seed=1))
-    assert {path for _, path in run.calls} == {"fused"}
-
-
 def test_a_later_comparison_raises_without_an_optimizer():
     x, other = torch.tensor([1.0, torch.nan]), torch.zeros(1)
     copies = copies_of([x])

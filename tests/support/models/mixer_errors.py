@@ -66,9 +66,13 @@ def largest_error(found, exact) -> float:
     return max(*errors, ((hidden - exact_hidden).norm(dim=-1) / exact_hidden.norm(dim=-1)).max()).item()
 
 
-def switched(name: str, dtype: torch.dtype = torch.float32):
-    model = tiny_family(name)
+def in_dtype(model, dtype: torch.dtype):
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped implementation has no float64
-    attention.switch(model.to(dtype))
+    return model.to(dtype)
+
+
+def switched(name: str, dtype: torch.dtype = torch.float32):
+    model = in_dtype(tiny_family(name), dtype)
+    attention.switch(model)
     return model

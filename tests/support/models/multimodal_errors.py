@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
@@ -12,7 +13,7 @@ from fastdpo import packing
 from fastdpo.models import attention, images
 from fastdpo.models.batch import Call
 from fastdpo.packing import Form
-from tests.support.models.mixer_errors import largest_error, pairs, results_of
+from tests.support.models.mixer_errors import in_dtype, largest_error, pairs, results_of
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs
 
@@ -57,10 +58,8 @@ def batch_with_images(name: str) -> dict[str, Tensor]:
 
 def switched(name: str) -> PreTrainedModel:
     """A model in float64 that is switched to packed attention."""
-    model = tiny_multimodal(name)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped implementation has no float64
-    attention.switch(model.double())
+    model = in_dtype(tiny_multimodal(name), torch.float64)
+    attention.switch(model)
     return model
 
 

@@ -7,14 +7,12 @@ every trainer calls alike, so that stock and patched trainings see the same chan
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as of_all_modules
 from transformers.models.llama import modeling_llama
 
 Model = Any
@@ -216,13 +214,3 @@ PLANTED = {
     "scale of lengths": Planted(in_layers(Lengthy), ("different-states",)),
     "eager attention": Planted(eager_attention_of_its_own, ("different-states",)),
 }
-
-
-@contextmanager
-def hook_on_every_module() -> Iterator[None]:
-    """In the block, every module has a forward hook."""
-    handle = of_all_modules.register_module_forward_hook(lambda module, args, output: None)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -21,14 +21,6 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-class WideRMSNorm(nn.Module):
-    """Its results depend on the width of a batch."""
-
-    def forward(self, hidden_states):
-        scale = 1 + hidden_states.shape[1] / 100
-        return scale * nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
 class SwiGLUMLP(nn.Module):
     """Computes both projections in one product."""
 
@@ -48,13 +40,6 @@ class Rotary(nn.Module):
         half = q.shape[-1] // 2
         q, k = (x.detach() * cos + torch.cat((-x[..., half:], x[..., :half]), -1).detach() * sin for x in (q, k))
         return q, k
-
-
-class WideRotary(nn.Module):
-    """Its results depend on the width of a batch."""
-
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        return q * (1 + q.shape[2] / 100), k
 
 
 class CausalConv1d(nn.Module):
