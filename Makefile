@@ -55,12 +55,12 @@ TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 # Files that `make test` leaves to `make test-apart`: families of models, and tests that start interpreters, compilers,
 # programs or ranks, which takes most of their time.
 APART := $(addprefix tests/,benchmarks kernels programs/trl test_check.py test_commands.py test_doctor.py \
-	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py test_selection.py \
+	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py \
 	contract/test_families.py contract/test_ranks.py ref_logps/test_ranks.py \
 	$(patsubst %,models/test_%.py,mixer_kernels mixers sequence_groups sequence_refusals sharding) \
-	$(patsubst %,integrations/test_%.py,custom_loops_on_ranks hub_kernels loops_of_others newer_versions patch_all \
-	patch_imports quantized spread_over_ranks trl_oldest trl_vllm versions) \
-	$(patsubst %,integrations/trl_dpo/test_%.py,compiled families hybrid images))
+	$(patsubst %,integrations/test_%.py,custom_loops_on_ranks hub_kernels loops_of_others newer_versions patch_imports \
+	quantized trl_oldest trl_vllm versions) \
+	$(patsubst %,integrations/trl_dpo/test_%.py,compiled families images))
 
 # Each value of each parameter at least once, without what is slow and guards little.
 test: $(READY) $(TEST_PACKAGES)

@@ -249,10 +249,6 @@ def test_malformed_datasets_name_the_row(name, tmp_path):
         ((), "pass --model and --dataset, or --tiny"),
         (("--tiny", "--model", "MODEL"), "pass --model and --dataset, or --tiny"),
         (("--model", "MODEL"), "pass --model and --dataset, or --tiny"),
-        (
-            ("--model", "not/a/model", "--dataset", "DATA"),
-            "model must be a directory with a config.json, or the name of a model on the Hugging Face Hub; got 'not/a/",
-        ),
         (("--model", "MODEL", "--dataset", "no.jsonl"), "the dataset must exist; got no.jsonl"),
         (("--model", "MODEL", "--dataset", "EMPTY"), "the dataset must not be empty; got"),
         (("--model", "MODEL", "--dataset", "OTHER"), "the dataset must have the columns ['chosen', 'rejected']; got"),
@@ -269,11 +265,11 @@ def test_malformed_datasets_name_the_row(name, tmp_path):
         (("--tiny", "--learning_rate=1e-6"), "--learning_rate is set by the check itself"),
     ],
 )
-def test_misuse_is_an_error_of_one_line(arguments, message, model, dataset, tmp_path, monkeypatch):
+def test_misuse_is_an_error_of_one_line(arguments, message, model, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "pairs.csv").write_text("chosen,rejected\na,b\n")
     (tmp_path / "other.json").write_text('[{"text": "a"}]')
-    files = {"MODEL": model, "DATA": dataset, "EMPTY": tmp_path / "empty.jsonl", "CSV": tmp_path / "pairs.csv"}
+    files = {"MODEL": model, "EMPTY": tmp_path / "empty.jsonl", "CSV": tmp_path / "pairs.csv"}
     files["OTHER"] = tmp_path / "other.json"
     for name, (text, _) in MALFORMED.items():
         files[name] = tmp_path / f"{name}.jsonl"

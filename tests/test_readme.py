@@ -12,6 +12,7 @@ import torch
 
 import fastdpo
 from benchmarks import report
+from tests.integrations.test_custom_loops import own_logps
 from tests.support.documents import speedups
 from tests.support.documents.markdown_blocks import ROOT, blocks_of
 from tests.support.programs.warm import run_program
@@ -79,21 +80,15 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def padded_logps(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed log-probabilities [2B] of a padded batch, in plain PyTorch."""
-    targets = labels[:, 1:]
-    logps = model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, :-1].log_softmax(-1)
-    return (logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)).sum(1)
-
-
 @torch.no_grad()
 def test_scores_of_the_custom_loop_equal_those_of_a_padded_batch(loop):
     stock = fastdpo.restore(copy.deepcopy(loop["policy"]))
     before = fastdpo.calls.copy()
     for ids, labels in ((loop["input_ids"], loop["labels"]), ragged_batch()):
-        loop |= dict(input_ids=ids, labels=labels, attention_mask=(ids != 0).long())
+        batch = dict(input_ids=ids, labels=labels, attention_mask=(ids != 0).long())
+        loop |= batch
         scored = torch.cat(loop["score"](loop["policy"]))
-        torch.testing.assert_close(scored, padded_logps(stock, ids, labels), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scored, own_logps(stock, **batch).sum(1), rtol=1e-5, atol=1e-5)
     assert {path for _, _, path in fastdpo.calls - before} == {"fused"}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fastdpo.integrations.options import PatchOptions
 from tests.support import ROOT
-from tests.support.sabotages import Sabotage, outcome_of, sabotages
+from tests.support.sabotages import sabotages
 
 TRAINERS = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "start.md").read_text()
@@ -46,19 +46,3 @@ def test_an_entry_fits_the_source(sabotage):
     assert changed != source
     assert (ROOT / sabotage.tests.split()[0]).exists()
     assert re.search(rf"^{re.escape(sabotage.target)}\b.*:", MAKEFILE, re.M) or sabotage.target.startswith("test-trl-")
-
-
-OPTION = "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')\n"
-
-
-@pytest.mark.parametrize(
-    ("new", "tests", "noticed"),
-    [("x - 1", "test_sum.py", True), ("1 + x", "test_sum.py", False), ("x - 1", "test_sum.py -k no_such_test", False)],
-    ids=["wrong", "equal", "without a test"],
-)
-def test_a_change_is_noticed_if_a_test_fails(new, tests, noticed, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
-    (tmp_path / "conftest.py").write_text(OPTION)
-    (tmp_path / "sums.py").write_text("def successor(x): return x + 1\n")
-    (tmp_path / "test_sum.py").write_text("from sums import successor\ndef test(): assert successor(2) == 3\n")
-    assert outcome_of(Sabotage("sum", "sums.py", "x + 1", new, tests), tmp_path).noticed == noticed

@@ -2,12 +2,11 @@
 
 import pytest
 
-import fastdpo
 from fastdpo.models.running import compiled
 from fastdpo.ops.choice import notes
 from tests.contract.harness import each, harnesses
 from tests.support.kernels import recorder
-from tests.support.models.planted import PLANTED, hook_on_every_module
+from tests.support.models.planted import PLANTED
 from tests.support.models.trained_effects import EFFECTS
 
 TRAINERS = [x for x in harnesses() if x.name in {f"trl.{x}Trainer" for x in ("DPO", "KTO", "Reward", "SFT", "GRPO")}]
@@ -70,16 +69,3 @@ def test_what_a_clock_finds_to_pay(harness, option, tmp_path, monkeypatch, caplo
     assert "replayed" in {path for _, path in runs[-1].calls}
     assert [x for x in caplog.messages if "(policy): layers are compiled from step" in x]
     harness.assert_same(*runs)
-
-
-@pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in TRAINERS])
-def test_a_hook_on_every_module(harness, tmp_path, caplog):
-    def train(directory):
-        before = dict(fastdpo.calls)
-        run = harness.train(directory, *harness.models(), **harness.one_step)
-        return run, {key[1:] for key, n in fastdpo.calls.items() if n > before.get(key, 0)}
-
-    with fastdpo.patched(harness.name), hook_on_every_module():
-        _, paths = train(tmp_path / "hooked")
-    assert {path for _, path in paths} == {"stock"}
-    assert reasons_in(caplog.messages) == {"user-hooks"}

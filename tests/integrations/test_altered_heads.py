@@ -6,9 +6,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.utils.prune
-from accelerate import ParallelismConfig
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -16,6 +14,7 @@ import fastdpo
 from fastdpo import ref_logps
 from fastdpo.models import head as heads
 from tests.contract.harness import harnesses
+from tests.integrations.test_custom_loops import own_logps
 from tests.support.models.altered_heads import ALTERED, closure, forward_of_the_model
 from tests.support.ref_logps import assert_close, exact, tokens
 from tests.support.trl.dpo import LORA, tiny_model
@@ -65,8 +64,7 @@ def scored(model):
     before = fastdpo.calls.copy()
     found = fastdpo.score(model, IDS, labels=LABELS)
     ((_, _, path),) = fastdpo.calls - before
-    logps = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits[:, :-1].log_softmax(-1)
-    return found.logps, logps.gather(-1, IDS[:, 1:, None])[..., 0] * (LABELS[:, 1:] != -100), path
+    return found.logps, own_logps(model, IDS, torch.ones_like(IDS), LABELS), path
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "around"])
@@ -89,14 +87,6 @@ def test_code_on_a_model_that_is_scored(name, first, inside, caplog):
         assert path == "stock"
         torch.testing.assert_close(found, expected)
     assert len([x for x in caplog.messages if "[output-hooks]" in x or "[replaced-forward]" in x]) == 1
-
-
-def test_a_hook_on_a_model_that_is_removed():
-    model = fastdpo.prepare(tiny_model().train())
-    handle = ON_THE_MODEL["hook"](model)
-    assert scored(model)[2] == "stock"
-    handle.remove()
-    assert scored(model)[2] == "fused"
 
 
 HARMLESS = {
@@ -153,13 +143,6 @@ def test_a_hook_on_a_model_whose_trainer_reads_log_probabilities(tmp_path):
     harness.assert_same(*runs)
 
 
-@pytest.mark.parametrize("name", ["hook", "wrapped forward"])
-def test_precomputing_by_a_model_with_code_on_it(name):
-    rows, model = tokens(6), tiny_model()
-    ON_THE_MODEL[name](model)
-    assert_close(ref_logps.precompute(model, rows), exact(model, rows))
-
-
 @pytest.mark.parametrize("alter", ALTERED)
 def test_precomputing(caplog, alter):
     rows, model = tokens(12), alter(tiny_model())
@@ -187,17 +170,6 @@ def test_a_forward_wrapped_around_the_patched_one_is_kept():
     assert head.forward is user_forward
     x = torch.randn(2, 3)
     assert torch.equal(head(x), nn.Linear.forward(head, x))
-
-
-def test_sequences_split_across_ranks_fall_back(monkeypatch, caplog):
-    """Context parallelism looks up the attention by its name before the first forward pass."""
-    rows, model = tokens(4), tiny_model()
-    config = ParallelismConfig(cp_size=2)
-    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config)
-    logps = ref_logps.precompute(model, rows)
-    assert "sequences are split across ranks (context or sequence parallelism)" in caplog.text
-    assert model.config._attn_implementation == "sdpa"
-    assert_close(logps, exact(model, rows))
 
 
 @pytest.mark.parametrize(

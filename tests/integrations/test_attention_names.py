@@ -238,31 +238,6 @@ def test_layers_that_run_again_in_the_backward_pass(how, implementation, recompu
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING)
-def test_a_backward_pass_through_several_calls(how):
-    """Of two models that share a configuration, and once more by a graph that was retained."""
-    models = [tiny_model(seed=seed).train() for seed in (0, 1)]
-    for module in models[1].modules():
-        if hasattr(module, "config"):
-            module.config = models[0].config
-    alone = []
-    for model in models:
-        CHECKPOINTING[how](model)
-        fastdpo.prepare(model)
-        scored(model)
-        alone.append(gradients(model, scored(model)))
-    total = sum(scored(model).square().sum() for model in models)
-    for model in models:
-        model.zero_grad()
-    for retain in (True, False):
-        total.backward(retain_graph=retain)
-        assert models[0].config._attn_implementation == "sdpa"
-        for model, expected in zip(models, alone, strict=True):
-            found = [x.grad for x in model.parameters() if x.grad is not None]
-            for x, y in zip(found, expected, strict=True):
-                torch.testing.assert_close(x, y * (1 if retain else 2))
-
-
 class Error(Exception):
     pass
 

@@ -1,43 +1,13 @@
 """`make test-newest` prints what differs from the tested code."""
 
-import importlib.util
 import json
 import re
-import shutil
-from pathlib import Path
 
 from packaging.version import Version
 
 from fastdpo.integrations.admission import packages
 from tests.support import ROOT
-from tests.support.copies import change, set_newer
-from tests.support.documents import changed_code, newest
-
-NAME = "trl.experimental.cpo.cpo_trainer.CPOTrainer.get_batch_logps"
-
-
-def test_a_changed_function_is_printed_with_a_diff(monkeypatch, capsys, tmp_path):
-    package = Path(importlib.util.find_spec("trl").submodule_search_locations[0])
-    file = tmp_path / "trl" / "experimental" / "cpo" / "cpo_trainer.py"
-    file.parent.mkdir(parents=True)
-    shutil.copy(package / file.relative_to(tmp_path / "trl"), file)
-    file.write_text(file.read_text().replace("loss_mask = labels !=", "loss_mask = labels ==  "))
-    set_newer(monkeypatch, "trl")
-    change(monkeypatch, NAME)
-    changed_code.main(tmp_path)
-    printed = capsys.readouterr().out
-    assert f"\n{NAME}: differs\n--- tested\n+++ installed\n" in printed
-    changes = [line for line in printed.splitlines() if re.match(r"[-+] ", line)]
-    assert [line.split()[:5] for line in changes] == [
-        ["-", "loss_mask", "=", "labels", "=="],
-        ["+", "loss_mask", "=", "labels", "!="],
-    ]
-    assert printed.endswith("\n1 functions differ from the tested ones\n")
-
-
-def test_nothing_differs_in_the_tested_versions(capsys):
-    changed_code.main(None)
-    assert capsys.readouterr().out.endswith("\n\n0 functions differ from the tested ones\n")
+from tests.support.documents import newest
 
 
 def test_the_target_compares_with_the_pinned_versions():

@@ -8,13 +8,13 @@ from transformers import LlamaForCausalLM
 
 import fastdpo
 from tests.contract.harness import harnesses
+from tests.integrations.test_custom_loops import own_logps
 from tests.support.comparison import assert_close, assert_same_gradients
 from tests.support.models.families import FUSED, kind, tiny_family
 from tests.support.models.planted import at_each_call
 
 IDS = torch.randint(5, 90, (4, 12), generator=torch.Generator().manual_seed(0))
-BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS))
-LABELS = IDS.index_fill(1, torch.arange(4), -100)
+BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS.index_fill(1, torch.arange(4), -100))
 
 
 def config(**entries):
@@ -70,12 +70,7 @@ UNREAD = ("scale that the model has read", "window of layers", "both directions 
 
 
 def scored(model):
-    return fastdpo.score(model, **BATCH, labels=LABELS).logps
-
-
-def own(model):
-    logps = model(**BATCH, use_cache=False).logits[:, :-1].log_softmax(-1)
-    return logps.gather(-1, IDS[:, 1:, None])[..., 0] * (LABELS[:, 1:] != -100)
+    return fastdpo.score(model, **BATCH).logps
 
 
 def gradients(model, logps):
@@ -90,13 +85,13 @@ def test_a_prepared_model(name, called):
     family, change, path = CHANGES[name]
     stock = (scaled() if family == "scaled" else tiny_family(family)).eval()
     model = fastdpo.prepare(copy.deepcopy(stock))
-    earlier = own(stock)
+    earlier = own_logps(stock, **BATCH)
     if called:
         assert_close(scored(model), earlier, absolute=1e-5)
     for each in (stock, model):
         change(each)
     before = fastdpo.calls.copy()
-    expected, found = own(stock), scored(model)
+    expected, found = own_logps(stock, **BATCH), scored(model)
     assert {key[2] for key in fastdpo.calls - before} == {path}
     assert_close(found, expected, absolute=1e-5)
     assert_same_gradients([gradients(stock, expected)], [gradients(model, found)])

@@ -68,20 +68,3 @@ def test_a_function_with_a_kernel_for_evaluation(directory):
     assert functions["training again"] == functions["training"]
     assert result["kernels"]
     assert "CausalConv1d of 1 rows" not in result["kernels"]
-
-
-def test_a_norm_that_depends_on_the_width_of_a_batch(directory):
-    result = result_of(directory, "width")
-    stock, patched = runs_in(result)
-    assert patched.calls == {("policy", "stock"): 2, ("reference", "stock"): 2 + 1, ("eval", "stock"): 1}
-    assert any("[different-states]" in message for message in result["messages"]), result["messages"]
-    assert_same_training(stock, patched)
-
-
-def test_a_kernel_for_evaluation_that_depends_on_the_width_of_a_batch(directory):
-    result = result_of(directory, "width in evaluation")
-    stock, patched = runs_in(result)
-    assert patched.calls["policy", "fused"] == 2
-    assert patched.calls["eval", "stock"] == 1
-    assert any("[different-states]" in message for message in result["messages"]), result["messages"]
-    assert_same_training(stock, patched)

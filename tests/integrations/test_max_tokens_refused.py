@@ -8,7 +8,6 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.trl.sft import SFTLine
 from tests.integrations.test_trl_budget import CLASSES, TUNING
 from tests.support.comparison import double
 from tests.support.models.families import DYNAMIC, FUSED
@@ -302,9 +301,3 @@ def test_steps_of_the_object_that_do_not_call_those_of_its_class_are_refused(tmp
     fastdpo.patch(DPO, max_tokens=MAX_TOKENS[DPO])
     with pytest.raises(NotImplementedError, match="Own, whose training_step does not call that of DPOTrainer"):
         trained(tmp_path, DPO, trainer_class=Own)
-
-
-def test_batches_with_other_entries_are_refused():
-    batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
-    with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
-        SFTLine.cutting.joined(None, [batch])

@@ -12,7 +12,7 @@ from fastdpo.commands import doctor
 from fastdpo.integrations import patching
 from fastdpo.integrations.admission import packages
 from fastdpo.integrations.patching import examine
-from tests.support.copies import change, set_newer
+from tests.support.copies import set_newer
 from tests.support.trl.dpo import assert_same_bits, tiny_model, train
 
 NAMES = [(module.partition(".")[0], module, name) for module, names in packages.NAMES.items() for name in names]
@@ -73,11 +73,3 @@ def test_a_newer_version_is_provisional(monkeypatch, package):
     assert report.note == f"provisionally, newer than tested: {versions}. {nothing}"
     tested = packages.TESTED[package]
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}"
-
-
-def test_options_that_rely_on_a_changed_sampler_keep_the_batches(monkeypatch, caplog):
-    set_newer(monkeypatch, "accelerate")
-    change(monkeypatch, "_iter_with_no_split")
-    assert fastdpo.patch("trl.DPOTrainer", max_tokens=500).seams[0].on
-    assert "keeps the batches of TRL" in caplog.text
-    assert "_iter_with_no_split, on which max_tokens relies" in caplog.text

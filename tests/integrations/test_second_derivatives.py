@@ -7,16 +7,11 @@ from torch.nn.functional import logsigmoid
 
 import fastdpo
 from fastdpo.accuracy import error
-from tests.contract.trainers.trl.reference_free import without_logits
 from tests.integrations.test_custom_loops import gradients, own_logps, rows
-from tests.support.comparison import assert_fused, assert_same, assert_same_gradients, double
+from tests.support.comparison import assert_same_gradients, double
 from tests.support.kernels import recorder
 from tests.support.models.families import tiny_family
-from tests.support.trl.dpo import LORA, tiny_model, train_both
-from tests.support.trl.reference_free import CPO, ORPO
-from tests.support.trl.reward import REWARD, reward_model
-
-DROPLESS = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+from tests.support.trl.dpo import LORA
 
 
 def eager(model):
@@ -30,25 +25,6 @@ def penalty(loss, model):
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
     return sum(x.square().sum() for x in gradients if x is not None)
-
-
-def penalized(trainer):
-    class Penalized(trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            loss = super().compute_loss(model, inputs, **kwargs)
-            return loss + 0.1 * penalty(loss, model)
-
-    return Penalized
-
-
-@pytest.mark.parametrize(("recipe", "build"), [(CPO, tiny_model), (ORPO, tiny_model), (REWARD, reward_model)])
-def test_trainers_that_penalize_gradients(recipe, build, tmp_path):
-    """Those whose own path can be differentiated twice."""
-    trainer = f"trl.{recipe.trainer_class.__name__}"
-    options = dict(trainer=trainer, train=recipe.train, build=build, reference=False, prepare=eager, max_steps=2)
-    both = train_both(tmp_path, "gpt2", DROPLESS, trainer_class=penalized(recipe.trainer_class), **options)
-    assert_same(*map(without_logits, both))
-    assert_fused(both[1], policy=2)
 
 
 def steps(model, scores):

@@ -11,7 +11,6 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer,
 from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
-from fastdpo.models import calls as counters
 from tests.support.comparison import assert_same_gradients, assert_same_logs
 from tests.support.trl import reward
 from tests.support.trl.dpo import Run, adapter, pairs, recorded_packs, tokenizer
@@ -110,22 +109,20 @@ def test_kl_terms_above_zero(compare):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_what_is_computed_in_a_step(tmp_path, monkeypatch, trainer):
+def test_what_is_computed_in_a_step(tmp_path, computed, trainer):
     """The rows of a prompt come into one micro-batch. The policy is called once for each, and for its KL term."""
     half = 200 if trainer in (SFT, KTO) else 300
     reference = {KTO: {("policy", "fused"): 4, ("reference", "fused"): 2}, DPO: {("reference", "fused"): 2}}
-    tokens, count = [], counters.count_tokens
-    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
-    computed = {}
+    sums = {}
     for max_tokens in (None, half, 10**6):
-        tokens.clear()
+        computed.clear()
         with fastdpo.patched(trainer, max_tokens=max_tokens):
             patched = trained(tmp_path / str(max_tokens), trainer, max_steps=1)
-        computed[max_tokens] = sum(tokens)
+        sums[max_tokens] = sum(computed)
         if max_tokens == half:
             assert patched.calls == {("policy", "fused"): 2} | reference.get(trainer, {})
-            assert trainer == KTO or half / 3 < max(tokens) <= half
-    assert computed[half] <= 1.02 * computed[10**6] < computed[None]
+            assert trainer == KTO or half / 3 < max(computed) <= half
+    assert sums[half] <= 1.02 * sums[10**6] < sums[None]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -142,14 +139,13 @@ def test_each_call_is_packed_once(tmp_path, monkeypatch, trainer):
 
 
 @pytest.mark.parametrize("trainer", [DPO, REWARD, GRPO])
-def test_what_is_not_shared_counts_for_each_row(tmp_path, monkeypatch, trainer):
-    tokens, count, calls = [], counters.count_tokens, {}
-    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
+def test_what_is_not_shared_counts_for_each_row(tmp_path, computed, trainer):
+    calls = {}
     for share in (True, False):
         with fastdpo.patched(trainer, max_tokens=MAX_TOKENS[trainer], share_prompts=share):
             options = dict(beta=0.0) if trainer == GRPO else {}  # without a reference, which scores whole batches
             calls[share] = trained(tmp_path / str(share), trainer, **options).calls["policy", "fused"]
-    assert max(tokens) <= MAX_TOKENS[trainer]
+    assert max(computed) <= MAX_TOKENS[trainer]
     assert calls[True] < calls[False]
 
 

@@ -1,15 +1,12 @@
 """`patch(max_tokens=...)` for GRPO and RLOO: the steps of stock, whose rows are cut anew by a budget of tokens."""
 
 import functools
-import re
-from collections import Counter
 
 import pytest
 import torch
 from peft import LoraConfig
 
 import fastdpo
-from fastdpo.integrations import outcomes
 from fastdpo.integrations.trl import groups
 from fastdpo.models import calls as counters
 from tests.integrations.test_trl_budget import act_within_a_step
@@ -18,14 +15,6 @@ from tests.support.trl.groups import build_group
 from tests.support.trl.online import writer
 from tests.support.workers.budgets import GRPO, MAX_TOKENS, RLOO, compared, trained
 from tests.support.workers.group_budgets import STEPS
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """The packed tokens of every call of a model."""
-    tokens, count = [], counters.count_tokens
-    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
-    return tokens
 
 
 @pytest.fixture
@@ -99,15 +88,6 @@ def test_micro_batches_fill_the_budget_and_compute_prompts_once(tmp_path, comput
         computed.clear()
         trained(tmp_path / "tree", GRPO, **sizes)
     assert sum(policy_tokens[160]) <= 1.02 * sum(computed)
-
-
-def test_the_outcome_of_the_option(tmp_path):
-    fastdpo.patch(GRPO, max_tokens=MAX_TOKENS[GRPO])
-    before = Counter(counters.outcomes)
-    calls = trained(tmp_path, GRPO).calls
-    counted = {name: n for (_, name), n in (counters.outcomes - before).items()}
-    assert counted == {"steps": STEPS["max_steps"], "micro-batches": calls["policy", "fused"]}
-    assert re.search(r"; max_tokens=45 \(\d+ steps in \d+ micro-batches\)$", outcomes.summary(GRPO))
 
 
 def test_a_training_after_one_that_was_stopped_within_a_step(tmp_path):

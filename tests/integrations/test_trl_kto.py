@@ -1,31 +1,10 @@
 """What only TRL's KTOTrainer has: its KL term, and reference calls for completions and KL term at once."""
 
-import functools
-
-import pytest
 import torch
 
 from fastdpo.integrations.scored_rows import merged
-from tests.contract.trainers.trl.kto import long_rows
 from tests.support.comparison import assert_close
-from tests.support.models.families import FUSED
-from tests.support.trl.dpo import assert_same, tiny_model
-from tests.support.trl.kto import train_both_kto
-
-
-@pytest.fixture
-def both(tmp_path):
-    return functools.partial(train_both_kto, tmp_path)
-
-
-def test_reference_calls_of_different_widths_stay_apart_where_frequencies_depend_on_the_width(both):
-    """One call would compute the shorter rows with the frequencies of the longer ones."""
-    long = dict(kind="phi3", tiny=FUSED["phi3-longrope"][1], data=long_rows(), max_steps=4)
-    stock, patched = both(**long)
-    assert set(patched.calls) == {("policy", "fused"), ("reference", "fused")}
-    assert patched.calls["policy", "fused"] == 8
-    assert 4 <= patched.calls["reference", "fused"] <= 8
-    assert_same(stock, patched)
+from tests.support.trl.dpo import tiny_model
 
 
 def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):

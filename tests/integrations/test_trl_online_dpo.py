@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fastdpo
-from tests.contract.trainers.trl.online_dpo import FULL, OPTIONS
-from tests.support.trl.dpo import assert_fused
-from tests.support.trl.online import SUMS_OVER_PADDING, assert_same_online, build, train_online, train_three, writer
+from tests.contract.trainers.trl.online_dpo import OPTIONS
+from tests.support.trl.online import SUMS_OVER_PADDING, assert_same_online, build, train_three, writer
 
 
 @pytest.fixture
@@ -44,14 +43,3 @@ def test_images_fall_back_to_stock(tmp_path, caplog):
     assert torch.equal(trainer._forward(model, *inputs), expected * mask[:, 5:])
     assert fastdpo.calls - before == {("trl.OnlineDPOTrainer", "policy", "stock"): 1}
     assert caplog.text.count("not fused") == 1
-
-
-@pytest.mark.parametrize(("reference", "bf16"), [(True, True), (False, True), (False, False)])
-def test_models_can_serve_a_second_trainer(tmp_path, reference, bf16):
-    """Without a reference, TRL copies the wrapped policy; accelerate's casts stay around both."""
-    models = [writer(0), writer(1) if reference else None]
-    fastdpo.patch()
-    for name in ("first", "second"):
-        assert_fused(train_online(tmp_path / name, *models, bf16=bf16), **FULL)
-    fastdpo.unpatch()
-    assert not train_online(tmp_path / "third", *models, bf16=bf16).calls

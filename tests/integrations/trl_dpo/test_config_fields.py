@@ -16,11 +16,12 @@ from tests.support import ROOT
 UNTOUCHED = "untouched"  # read before or after the model is called, by the same code with and without fastdpo
 OF_DPO = {  # by the file whose trainings set them
     "contract/trainers/trl/dpo.py": """
-        beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_type loss_weights
-        max_length pad_to_multiple_of pad_token padding_free precompute_ref_batch_size precompute_ref_log_probs
-        ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef sync_ref_model truncation_mode use_weighting
+        beta disable_dropout discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_type
+        loss_weights max_length pad_to_multiple_of pad_token padding_free precompute_ref_batch_size
+        precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef sync_ref_model
+        truncation_mode use_weighting
     """,
-    "integrations/trl_dpo/test_models.py": "activation_offloading disable_dropout model_init_kwargs",
+    "integrations/trl_dpo/test_models.py": "activation_offloading model_init_kwargs",
     UNTOUCHED: "dataset_num_proc trust_remote_code",
 }
 OF_TRAINING = {

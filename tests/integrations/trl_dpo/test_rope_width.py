@@ -67,18 +67,15 @@ def test_limit(name):
     assert str(limit) in str(support.rope_reason(model, limit + 1))
 
 
+PADDED = dict(max_length=12, pad_to_multiple_of=24)
+"""Rows of 12 tokens, in batches of 24."""
+
+
 @both_sides
-def test_max_tokens_is_refused(tmp_path, name):
-    message = rf"^patch: max_tokens does not support batches of up to [0-9]+ tokens.*more than {LIMITS[name]} tokens"
+@pytest.mark.parametrize(("options", "width"), [({}, "[0-9]+"), (PADDED, "24")], ids=["rows", "collator"])
+def test_max_tokens_is_refused(tmp_path, name, options, width):
+    message = rf"^patch: max_tokens does not support batches of up to {width} tokens.*more than {LIMITS[name]} tokens"
     with pytest.raises(NotImplementedError, match=message):
-        patched(tmp_path, name, dict(max_tokens=60))
-
-
-@both_sides
-def test_max_tokens_with_the_width_of_a_collator(tmp_path, name):
-    """Rows of 12 tokens, in batches that are padded to 24."""
-    options = dict(max_length=12, pad_to_multiple_of=24)
-    with pytest.raises(NotImplementedError, match="batches of up to 24 tokens"):
         patched(tmp_path, name, dict(max_tokens=60), **options)
 
 
