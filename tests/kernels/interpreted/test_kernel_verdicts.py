@@ -12,7 +12,6 @@ from fastdpo.kernels import packed_attention_backward, token_logps
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention import trials as attention_trials
-from fastdpo.ops.attention.device_layout import AttentionOptions, Kind
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import notes, verdicts
 from fastdpo.ops.choice.verdicts import Kernel
