@@ -53,8 +53,15 @@ def cpu_as_a_gpu(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
+    """Installs stand-ins of some versions, or with faults."""
     yield partial(flash_libraries.install, monkeypatch)
     flash_libraries.forget()
+
+
+@pytest.fixture
+def libraries(installed):
+    """A stand-in of each library is installed."""
+    installed()
 
 
 def inputs(d=16, d_v=16, dtype=torch.float16):
@@ -161,17 +168,15 @@ def test_flash_attention_3_has_kernels_for_the_padded_head_sizes(sources):
     [((64, 64), (64, 64)), ((100, 128), (128, 128)), ((192, 128), (192, 128)), ((136, 136), (256, 256))],
     ids=str,
 )
-def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes, padded, installed, monkeypatch):
+def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes, padded, libraries, monkeypatch):
     assert sizes_of_flash_4(*sizes, 10) == padded
-    installed()
     monkeypatch.setattr(flash, "compute_capability", lambda device: 10)
     monkeypatch.setitem(routes.BACKENDS, "flash-attn-4", flash.LIBRARIES["flash-attn-4"])
     monkeypatch.setenv(routes.VARIABLE, "flash-attn-4")
     assert_right(inputs(*sizes))
 
 
-def test_libraries_that_pass_the_probe_are_chosen_in_order(installed, monkeypatch, caplog):
-    installed()
+def test_libraries_that_pass_the_probe_are_chosen_in_order(libraries, monkeypatch, caplog):
     for name in ALL:
         assert chosen(*inputs()) == name
         assert routes.passes_probe(name, kind())
@@ -180,8 +185,7 @@ def test_libraries_that_pass_the_probe_are_chosen_in_order(installed, monkeypatc
     assert not caplog.text
 
 
-def test_a_library_that_multiplies_whole_tiles_spreads_nan_but_passes(installed, monkeypatch):
-    installed()
+def test_a_library_that_multiplies_whole_tiles_spreads_nan_but_passes(libraries, monkeypatch):
     tensors = inputs()
     for x in tensors:
         x[13:] = torch.nan
@@ -247,8 +251,7 @@ def prepared(query, _, value, __, **options):
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, installed, monkeypatch):
-    installed()
+def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, libraries, monkeypatch):
     assert_right(inputs(), window=window)
 
     def fail(*arguments, **options):
@@ -263,9 +266,8 @@ def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, installed, 
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_other_rows_are_written_where_two_models_have_called_a_library(name, installed, monkeypatch):
+def test_other_rows_are_written_where_two_models_have_called_a_library(name, libraries, monkeypatch):
     """As before CUDA graphs of both are replayed."""
-    installed()
     monkeypatch.setenv(routes.VARIABLE, name)
     other = torch.tensor([[0, 0, 0, 7], [0, 5, 7, 9], [16, 0, 16, 17]], dtype=torch.int32, device="cpu")
     (query, _, value, _), options = inputs(), AttentionOptions(0.25, None, None)
@@ -310,8 +312,7 @@ def test_wrong_libraries_are_not_timed_and_none_where_one_is_named(installed, tu
     assert not tuning.choices
 
 
-def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
-    installed()
+def test_tuning_does_not_time_the_host_that_prepares_a_layout(libraries, tuned, monkeypatch):
     describe, described = flash.varlen_layout, []
 
     def recording(rows):
@@ -323,9 +324,8 @@ def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, 
     assert sum(described) == len(ALL) + 1  # each candidate, and the route
 
 
-def test_a_prepared_layout_follows_the_settings(installed, tuned, monkeypatch):
+def test_a_prepared_layout_follows_the_settings(libraries, tuned, monkeypatch):
     """The stand-ins check that the backward is asked for a deterministic result."""
-    installed()
     for deterministic, name in ((False, "flash-attn-2"), (True, "flash-attn-3"), (False, "flash-attn-2")):
         torch.use_deterministic_algorithms(deterministic)
         try:
@@ -357,8 +357,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
-def test_a_library_that_fails_in_a_step_is_replaced_once(method, installed, monkeypatch, caplog):
-    installed()
+def test_a_library_that_fails_in_a_step_is_replaced_once(method, libraries, monkeypatch, caplog):
     assert_right(inputs())
     failing = Failing(monkeypatch, ALL[:1], method, RuntimeError("no kernel image"))
     for _ in range(2):
@@ -373,8 +372,7 @@ def test_a_library_that_fails_in_a_step_is_replaced_once(method, installed, monk
         assert_right(inputs())
 
 
-def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_without_one(installed, monkeypatch):
-    installed()
+def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_without_one(libraries, monkeypatch):
     assert_right(inputs(), window=20)
     failing = Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
     assert_right(inputs(), window=20)
@@ -386,9 +384,8 @@ def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_witho
 @pytest.mark.parametrize(
     ("error", "named"), [(torch.OutOfMemoryError("no kernel image"), ""), (RuntimeError("no kernel image"), ALL[0])]
 )
-def test_errors_that_replace_no_library(error, named, installed, monkeypatch, caplog):
+def test_errors_that_replace_no_library(error, named, libraries, monkeypatch, caplog):
     """Running out of memory is no fault of it, and one that is named is wanted."""
-    installed()
     monkeypatch.setenv(routes.VARIABLE, named)
     assert_right(inputs())
     Failing(monkeypatch, ALL[:1], "forward", error)
@@ -400,8 +397,7 @@ def test_errors_that_replace_no_library(error, named, installed, monkeypatch, ca
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_plain_products_take_the_place_of_the_last_backend(strict, installed, monkeypatch, caplog):
-    installed()
+def test_plain_products_take_the_place_of_the_last_backend(strict, libraries, monkeypatch, caplog):
     monkeypatch.setenv("FASTDPO_STRICT", strict)
     for name in {*routes.BACKENDS} - {"torch"}:
         monkeypatch.delitem(routes.BACKENDS, name)
@@ -416,8 +412,7 @@ def test_plain_products_take_the_place_of_the_last_backend(strict, installed, mo
     assert caplog.text.count("torch has failed and is replaced by plain matrix products") == 1
 
 
-def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkeypatch, caplog):
-    installed()
+def test_a_measured_choice_that_fails_is_not_made_again(libraries, tuned, monkeypatch, caplog):
     assert_right(inputs())
     assert chosen(*inputs()) == "flash-attn-2"
     Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
@@ -440,8 +435,7 @@ def build(version):
 
 
 @pytest.mark.parametrize("version", [name for name in recorded() if name.startswith("kernels-community/")])
-def test_a_build_from_the_hub_is_the_backend_of_its_library(version, installed, monkeypatch):
-    installed()
+def test_a_build_from_the_hub_is_the_backend_of_its_library(version, libraries, monkeypatch):
     backend = recorded()[version].backend
     monkeypatch.setitem(sys.modules, flash.PACKAGES[backend].module_name, None)  # not installed
     monkeypatch.setenv(routes.VARIABLE, backend)
@@ -455,8 +449,7 @@ def test_a_build_from_the_hub_is_the_backend_of_its_library(version, installed, 
     assert notes.environment(CPU)["hub"] == f"{backend} as _build_1a2b3c.flash_attn_interface"
 
 
-def test_a_build_without_a_backward_is_ignored(installed, monkeypatch):
-    installed()
+def test_a_build_without_a_backward_is_ignored(libraries, monkeypatch):
     monkeypatch.setitem(sys.modules, flash.PACKAGES["flash-attn-3"].module_name, None)
     flash.use_build(SimpleNamespace(_flash_attn_forward=lambda q, k, v, cu_seqlens_q: None))
     assert chosen(*inputs()) == "flash-attn-4"
