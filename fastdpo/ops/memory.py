@@ -8,9 +8,10 @@ this order (`SPENDERS`). If memory runs out in a forward, the last one of these 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -46,7 +47,7 @@ class MemoryReport(NamedTuple):
 
     Attributes:
         used: by this process, now.
-        peak: the most that this process has used so far, without what kept activations have added to it.
+        peak: the most that this process has used so far.
         others: used by others than this process.
         total: of the device.
         most: that this process may use for another reason, such as a limit of its own.
@@ -64,11 +65,48 @@ class MemoryReport(NamedTuple):
         return min(SHARE * self.total - self.others, self.most)
 
 
-peaks: dict[torch.device, tuple[int, int]] = {}
-"""The latest peak of each device, and the latest one without what kept activations have added."""
+Size = tuple[int, int]
+"""The tokens of a batch, and those of them that are scored, at least one."""
 
-added_bytes: dict[torch.device, float] = {}
-"""The bytes that activations which are kept now add to a peak."""
+
+class Demand:
+    """The bytes that calls take at most, by the sizes of their batches, from those of measured calls.
+
+    For r times the tokens they are at most r^2 times as many, since attention that stores its scores grows with the
+    square, and for r times the scored tokens, which the head takes memory for, r times as many.
+
+    Args:
+        known: sizes and bytes from which others follow.
+    """
+
+    def __init__(self, known: Iterable[tuple[Iterable[int], float]] = ()) -> None:
+        self._known = {cast(Size, tuple(size)): most for size, most in known}
+
+    def of(self, size: Size) -> float:
+        """Infinite if nothing is known."""
+        return min((most * _growth(known, size) for known, most in self._known.items()), default=torch.inf)
+
+    def within(self, most: float) -> int:
+        """The tokens that take at most so many bytes, where as large a part of them is scored as of known ones."""
+        fitting = (x[0] * sqrt(most / known) for x, known in self._known.items() if known <= most)
+        return int(max(fitting, default=0))
+
+    def note(self, size: Size, most: float, least: float = 0.0) -> None:
+        """Takes note of a call that has taken at most, and at least, so many bytes."""
+        self._known = {x: max(bound, least / _growth(x, size)) for x, bound in self._known.items()}
+        if most < self.of(size):
+            others = {x: bound for x, bound in self._known.items() if bound < most * _growth(size, x)}
+            self._known = others | {size: max(most, 1.0)}
+
+    def items(self) -> list[tuple[Size, float]]:
+        """Those from which others follow."""
+        return [*self._known.items()]
+
+
+def _growth(known: Size, size: Size) -> float:
+    """How many times the bytes of a known size another one takes at most."""
+    return max(1.0, (size[0] / known[0]) ** 2, size[1] / known[1])
+
 
 held: dict[tuple[torch.device, str], tuple[int, str]] = {}
 """The most that each spender has held on a device, and a description of it."""
@@ -81,29 +119,6 @@ def is_on(device: torch.device) -> bool:
 
 def report(device: torch.device) -> MemoryReport | None:
     """What a device reports, or None if it does not report a peak."""
-    now = read(device)
-    if now is None:
-        return None
-    seen, without = peaks.get(device, (0, 0))
-    if now.peak != seen:
-        added = int(now.peak - added_to_peaks(device))
-        peaks[device] = now.peak, max(without, added) if now.peak > seen else added  # which other code has reset
-    return now._replace(peak=peaks[device][1])
-
-
-def add_to_peaks(device: torch.device, added: float) -> None:
-    """Takes note of how much higher peaks are from now on by activations that are kept, which reports leave out."""
-    report(device)
-    added_bytes[device] = added
-
-
-def added_to_peaks(device: torch.device) -> float:
-    """The bytes that activations which are kept now add to a peak."""
-    return added_bytes.get(device, 0.0)
-
-
-def read(device: torch.device) -> MemoryReport | None:
-    """As `report`, with the peak as it was."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
@@ -151,8 +166,13 @@ def left(device: torch.device) -> float:
 
 def hold(device: torch.device, spender: str, size: float, text: str) -> None:
     """Takes note of what one of `SPENDERS` holds, for `lines`, where memory is spent."""
-    if is_on(device) and size > held.get((device, spender), (0, ""))[0]:
+    if is_on(device) and size > most_held(device, spender):
         held[device, spender] = int(size), text
+
+
+def most_held(device: torch.device, spender: str) -> int:
+    """The most bytes that one of `SPENDERS` has held."""
+    return held.get((device, spender), (0, ""))[0]
 
 
 def lines() -> list[str]:

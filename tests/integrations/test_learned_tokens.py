@@ -9,9 +9,11 @@ import torch
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
 from fastdpo.models import calls as counters
 from fastdpo.models.running import pace
+from fastdpo.ops import memory
+from fastdpo.ops.memory import MemoryReport
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import ACROSS_12, Run, assert_same, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
@@ -66,6 +68,20 @@ def test_micro_batches_grow_into_the_memory_and_not_beyond(tmp_path, monkeypatch
     assert calls[-len(device.computed) :] == device.computed
 
 
+def test_the_end_of_a_training_has_a_line_for_each_spender(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    monkeypatch.setattr(memory, "held", {})
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    DeviceMemory(monkeypatch, 10**9)
+    with fastdpo.patched(DPO):
+        trained(DPO, tmp_path, gradient_checkpointing=True, max_steps=4)
+    said = [x.removeprefix("fastdpo: cpu, ") for x in caplog.messages if x.startswith("fastdpo: cpu, ")]
+    texts = r"of up to \d+ tokens", r"of \d+ scored tokens", r"[12] of 2 layers in batches of up to \d+ tokens"
+    spenders = [x for x in memory.SPENDERS if x != "recordings"]  # which need a GPU
+    for line, spender, text in zip(said, spenders, texts, strict=True):
+        assert re.fullmatch(rf"{spender}: [\d,]+ MiB, {text}", line)
+
+
 @pytest.mark.parametrize("trainer", ["trl.RewardTrainer", "trl.SFTTrainer", "trl.KTOTrainer", "trl.GRPOTrainer"])
 def test_other_trainers_have_fewer_micro_batches_from_the_third_step_on(tmp_path, monkeypatch, trainer):
     micro_batches = {}
@@ -114,10 +130,10 @@ class Stand:
 def test_another_device_learns_anew(monkeypatch):
     saved: dict = {}
     for total, own in ((TOTAL, 20), (TOTAL // 2, 20), (TOTAL, 10)):
-        monkeypatch.setattr(learned_tokens, "memory", lambda device, total=total: MemoryReport(0, 100, 0, total))
+        monkeypatch.setattr(memory, "report", lambda device, total=total: MemoryReport(0, 100, 0, total))
         learned = LearnedTokens(Stand(1, saved), "a trainer")
         assert (learned.of_step(own) == own) == (own == 20)
-        learned.ran(own)
+        learned.ran((own, 1))
         with learning(learned):
             pass
     assert len(saved) == 2
@@ -126,19 +142,19 @@ def test_another_device_learns_anew(monkeypatch):
 def test_what_was_learned_follows_the_memory_that_others_take(monkeypatch):
     """Until it is final, later batches may be larger, for which recordings wait."""
     peak, others, growing = 0, 0, []
-    monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(0, peak, others, 1000))
+    monkeypatch.setattr(memory, "report", lambda device: MemoryReport(0, peak, others, 1000))
     monkeypatch.setattr(pace, "trainings", [pace.Training()])
     learned = LearnedTokens(Stand(2, {}), "a trainer")
     for tokens, peak in ((20, 100), (56, 700)):  # noqa: B007
-        learned.ran(tokens)
+        learned.ran((tokens, 1))
         growing.append(pace.training().is_growing)
         with learning(learned):
             pass
-    learned.ran(56)
+    learned.ran((56, 1))
     assert [*growing, pace.training().is_growing] == [True, True, False]
     assert learned.of_step(20) == 59
     others = 450  # half of what was taken is left
-    assert learned.of_step(20) == 28
+    assert learned.of_step(20) == 37
 
 
 def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
@@ -147,7 +163,7 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
     for step, skipped in ((0, False), (1, True)):
         saved: dict = {}
         learned = LearnedTokens(Stand(step, saved, skipped), "a trainer")
-        learned.ran(10)
+        learned.ran((10, 1))
         with learning(learned):
             pass
-        assert [*saved.values()] in ([], [[0] * 6])
+        assert [*saved.values()] in ([], [learned_tokens.EMPTY])

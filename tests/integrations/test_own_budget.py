@@ -12,11 +12,12 @@ from transformers import TrainerCallback
 import fastdpo
 from fastdpo.integrations import line, outcomes
 from fastdpo.integrations.bypass import STATE
-from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, MemoryReport, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
 from fastdpo.integrations.trl.max_tokens.padded_budget import PaddedBudget
 from fastdpo.integrations.trl.max_tokens.steps import StepBudget
 from fastdpo.models import calls as counters
+from fastdpo.ops import memory
+from fastdpo.ops.memory import MemoryReport
 from tests.integrations.test_learned_tokens import ACCUMULATED, TOTAL, Stand
 from tests.integrations.test_max_tokens_refused import BATCHES, CODE, MODELS, REFUSED
 from tests.integrations.test_trl_budget import CLASSES, OPTIONS, with_padding
@@ -307,7 +308,7 @@ def test_bytes_that_are_kept_for_the_backward(tmp_path, monkeypatch, sizes, chec
 def test_memory_of_others_is_read_in_each_step(tmp_path, monkeypatch, taken):
     device, others, tokens = DeviceMemory(monkeypatch, TOTAL), [0], {}
     report = lambda _: MemoryReport(1000, device.peak, others[0], TOTAL)  # noqa: E731
-    monkeypatch.setattr(learned_tokens, "memory", report)
+    monkeypatch.setattr(memory, "report", report)
 
     class Grows(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -326,13 +327,13 @@ def test_memory_of_others_is_read_in_each_step(tmp_path, monkeypatch, taken):
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 300), (dict(use_vllm=True, vllm_mode="colocate"), 100)])
 def test_next_to_an_engine_nothing_grows(monkeypatch, options, expected):
-    monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(0, 100, 0, 10**6))
+    monkeypatch.setattr(memory, "report", lambda device: MemoryReport(0, 100, 0, 10**6))
     for is_own in (True, False):
         stand = Stand(2, {})
         vars(stand.args).update(options)
         learned = LearnedTokens(stand, "a trainer", is_own=is_own)
         assert learned.of_step(100, 300) == (100 if is_own else expected)
-        learned.ran(100)
+        learned.ran((100, 1))
         with learning(learned):
             pass
         assert min(learned.of_step(100, 300), 300) == expected
@@ -340,11 +341,11 @@ def test_next_to_an_engine_nothing_grows(monkeypatch, options, expected):
 
 def test_a_peak_of_something_else_and_a_device_without_peaks_leave_the_batches_of_trl(monkeypatch):
     for report in (MemoryReport(0, 10**6, 0, 10**6), None):
-        monkeypatch.setattr(learned_tokens, "memory", lambda device, report=report: report)
+        monkeypatch.setattr(memory, "report", lambda device, report=report: report)
         learned = LearnedTokens(Stand(2, {}), "a trainer", is_own=True)
         for _ in range(2):
             assert learned.of_step(100, 300) == 100
-            learned.ran(100)
+            learned.ran((100, 1))
             with learning(learned):
                 pass
 

@@ -68,24 +68,16 @@ def simulated(world, multiple):
 
 
 def test_drawn_worlds():
-    """On devices from one in which the trainer fits just so, no training runs out of memory.
-
-    One in fifty takes more than four fifths of the device, and less than all of it: a micro-batch with fewer tokens
-    than another one, and more of them that are scored, is not expected to take more.
+    """On devices from one in which the trainer fits just so, no training runs out of memory, and what is spent stays
+    within four fifths of the device less what others used when it was decided. They may grow afterwards.
     """
-    above, repeated = [], 0
     for seed in range(WORLDS):
         world, multiple = drawn(seed), random.Random(seed).choice([1.0, 1.1, 1.3, 2.0, 5.0, 10.0])
         simulation = simulated(world, multiple)
-        repeated += simulation.repeated
         if world.calls > 1:
             assert not any(map(sum, simulation.kept[1:])), "nobody knows how many calls will follow"
-        if simulation.excess > 1e-6 * simulation.device.total:
-            above.append(simulation.excess / simulation.device.total)
-    print(f"above four fifths: {len(above)} of {WORLDS}, by at most {max(above, default=0):.3f}; repeated: {repeated}")
-    assert len(above) <= 0.05 * WORLDS
-    assert max(above, default=0.0) < 0.2
-    assert repeated == 0
+        assert simulation.excess <= 1e-6 * simulation.device.total, seed
+        assert not simulation.repeated, seed
 
 
 SCHEDULES = {"2 x 8": (2, 8), "4 x 4": (4, 4), "1 x 16": (1, 16), "8 x 1": (8, 1)}
@@ -103,7 +95,7 @@ def test_schedules_at_published_lengths(schedule, profile, is_full, growth):
     world = world_of(draw, PROFILES[profile], *SCHEDULES[schedule], steps=10, **sizes)
     runs = [simulated(world, multiple) for multiple in (1.0, 1.3, 2.0, 10.0)]
     for run in runs:
-        assert run.excess <= 0.08 * run.device.total  # above four fifths
+        assert run.excess <= 1e-6 * run.device.total  # above four fifths
         assert not run.repeated
     layers = [sum(map(sum, run.kept[3:])) / sum(map(len, run.kept[3:])) for run in runs]
     assert layers[0] < layers[-1]
@@ -256,9 +248,11 @@ def live_bytes(model, given, monkeypatch, room):
     return size, expected
 
 
-@pytest.mark.parametrize("name", [x for x in MODELS if x != CHUNKED])
+@pytest.mark.parametrize("name", MODELS)
 def test_expected_bytes_between_the_smallest_and_the_largest_batch(monkeypatch, name):
-    """Of all operators of a forward, above those that a forward with recomputed layers leaves. Within 5 %."""
+    """Of all operators of a forward, above those that a forward with recomputed layers leaves. Within 5 %; where
+    rows are padded to whole chunks, no less, and up to 15 % more.
+    """
     monkeypatch.setattr(packed_attention, "is_traced", torch.compiler.is_compiling)
     monkeypatch.setenv(memory.VARIABLE, "1")
     model = fastdpo.prepare(checkpointed(MODELS[name]))
@@ -269,7 +263,8 @@ def test_expected_bytes_between_the_smallest_and_the_largest_batch(monkeypatch, 
         none, _ = live_bytes(model, given, monkeypatch, 0.0)
         size, expected = live_bytes(model, given, monkeypatch, PLENTY)
         assert expected > 0
-        assert expected == pytest.approx(size - none, rel=0.05)
+        least, most = (1.0, 1.15) if name == CHUNKED else (0.95, 1.05)
+        assert least <= expected / (size - none) <= most
 
 
 def base_of(model):
@@ -448,25 +443,6 @@ def test_a_recording_and_its_trial_see_the_layers_as_the_call_runs_them(monkeypa
     assert fastdpo.calls["fastdpo.score", "policy", "replayed"] > 0
     assert (kept.kept, kept.bytes) == ([], 0.0), "a replay runs no layers"
     assert [x.gradient_checkpointing for x in model.model.layers] == 4 * [True]
-
-
-def test_reports_leave_out_what_kept_layers_add_to_peaks(monkeypatch):
-    device, cpu = Device(1000.0, used=100, peak=100), torch.device("cpu")
-    device.plant(monkeypatch)
-    device.take(200)
-    assert memory.report(cpu).peak == 300
-    memory.add_to_peaks(cpu, 150)
-    device.take(150)
-    assert memory.report(cpu) == device.report()._replace(peak=300)
-    device.take(50)
-    assert memory.report(cpu).peak == 350
-    device.give(400)
-    memory.add_to_peaks(cpu, 0)
-    assert memory.report(cpu).peak == 350
-    device.take(500)
-    assert memory.report(cpu).peak == 600
-    device.peak = 200  # which a user has reset
-    assert memory.report(cpu).peak == 200
 
 
 def test_the_log_says_what_is_kept(monkeypatch, caplog):

@@ -31,9 +31,11 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from ...logs import logger, warn
 from ...ops import memory
-from ...ops.memory import VARIABLE, MemoryReport
+from ...ops.memory import VARIABLE, Demand, MemoryReport, Size
 from ...packing import is_layout
 from ..examine.comparable import forked_random_state
+from ..mixers import finding, known
+from ..mixers.segments import segments_of
 from ..parts import language_model
 from ..ranks.sharding import is_sharded
 from . import pace
@@ -48,6 +50,9 @@ FLAG = "gradient_checkpointing"
 OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
 """The options of torch's `checkpoint` with which a layer is recomputed as a whole."""
 
+CHUNK = 64
+"""The tokens that scans of transformers compute at once."""
+
 ENGINES = "vllm", "sglang"
 """Packages of engines that generate, which count on memory of the device."""
 
@@ -55,69 +60,69 @@ TEXT = {"input_ids", "position_ids", "attention_mask", "use_cache"}
 """The arguments of a backbone that runs text alone (see `attention.inputs_of`)."""
 
 
-Size = tuple[int, int]
-"""The tokens of a batch, and those of them that are scored: the head takes memory for these."""
-
-
 class Room:
-    """The bytes that a call may spend on activations: what is left of them by the largest calls so far.
+    """The bytes that a call may spend on activations: what is left of them by what calls take with all recomputed.
 
     Attributes:
         closed: the tokens from which calls spend nothing, since one has run out of memory.
+        demand: what calls take, by the tokens of their batches, and by those of them that are scored, for which the
+            head takes memory.
     """
 
     def __init__(self) -> None:
-        self.closed = torch.inf
-        self._takes, self._measured = 0.0, list[Size]()  # the most of all calls, and the largest of them
+        self.closed, self.demand = torch.inf, Demand()
         self._begun: tuple[Size, MemoryReport] | None = None  # the latest call
+        self._gradients = 0  # what was used when the latest call had ended, next to gradients
 
     def begin(self, size: Size, now: MemoryReport, step: int) -> float:
         """The bytes that a call may spend, given the report of its device and the number of optimizer steps before."""
         self._begun = (size, now) if step else None
-        is_closed = not step or self._is_new(size) or size[0] >= self.closed
-        return 0.0 if is_closed else now.limit - now.used - self._takes
+        is_closed = not step or size[0] >= self.closed
+        return 0.0 if is_closed else now.limit - max(now.used, self._gradients) - self.demand.of(size)
 
-    def end(self, now: MemoryReport) -> None:
-        """Learns from the latest call, whose backward has ended, at most what it has taken: something else may have
-        caused an older peak.
+    def end(self, now: MemoryReport, kept: float) -> None:
+        """Learns from the latest call, whose backward has ended, given the bytes that it has kept. Its peak is at most
+        that of the device, which something else may have caused.
         """
         if self._begun is not None:
             size, before = self._begun
-            if self._is_new(size):
-                self._measured.append(size)
-            elif now.peak <= before.peak:
-                return
-            self._takes = max(self._takes, now.peak - before.used, before.peak - before.used)
-
-    def _is_new(self, size: Size) -> bool:
-        """Whether no call that was measured had as many tokens of either kind."""
-        return not any(size[0] <= x[0] and size[1] <= x[1] for x in self._measured)
+            taken = now.peak - before.used
+            self.demand.note(size, taken, taken - kept if now.peak > before.peak else 0.0)
+            self._gradients = now.used
 
 
 class Sizes:
-    """The bytes that a kept layer of one kind holds, by the tokens of a batch.
+    """The bytes that a kept layer of one kind holds, by the tokens of a batch and the chunks of its scans.
+
+    Args:
+        chunk: the tokens to whole multiples of which its scans pad rows, or 0.
 
     Attributes:
         known: of the smallest and of the largest batch.
     """
 
-    def __init__(self) -> None:
-        self.known: list[tuple[int, float]] = []
+    def __init__(self, chunk: int = 0) -> None:
+        self.chunk = chunk
+        self.known: list[tuple[Size, float]] = []
 
-    def expected(self, tokens: int) -> float:
-        """At most: they grow as a + b T, or as T^2 where attention saves its scores."""
-        (least, low), (most, high) = (self.known[0], self.known[-1]) if self.known else ((1, torch.inf), (1, torch.inf))
+    def expected(self, size: Size) -> float:
+        """At most: they grow as a + b T, or as T^2 where attention saves its scores, and with the chunks."""
+        if not self.known:
+            return torch.inf
+        ((least, few), low), ((most, many), high) = self.known
+        tokens, chunks = size
         if tokens > most:
-            return high * (tokens / most) ** 2
-        return low + (high - low) * (tokens - least) / (most - least) if tokens > least else low
+            return high * max((tokens / most) ** 2, chunks / many)
+        part = (tokens - least) / (most - least) if tokens > least else 0.0
+        return (low + (high - low) * part) * max(chunks / (few + (many - few) * part), 1.0)
 
     def is_known(self, tokens: int) -> bool:
         """Whether the batch lies between those."""
-        return bool(self.known) and self.known[0][0] <= tokens <= self.known[-1][0]
+        return bool(self.known) and self.known[0][0][0] <= tokens <= self.known[-1][0][0]
 
-    def note(self, tokens: int, size: float) -> None:
+    def note(self, size: Size, most: float) -> None:
         """Takes note of what was measured."""
-        self.known = [min([*self.known, (tokens, size)]), max([*self.known, (tokens, size)])]
+        self.known = [min([*self.known, (size, most)]), max([*self.known, (size, most)])]
 
 
 Layers = list[tuple[nn.Module, Sizes]]
@@ -160,7 +165,7 @@ class KeptActivations:
         """
         self._call = None
         if applies(model, fused, batch):
-            self._begin(model, fused, batch.inputs["input_ids"], len(batch.layout.score_index))
+            self._begin(model, fused, batch)
         call, kept = self._call, self.kept if self._call is not None else []
         try:
             for layer in kept:
@@ -175,8 +180,8 @@ class KeptActivations:
     def run(self, backbone: Callable[[], Any]) -> Any:
         """The output of a backbone whose layers run."""
         with ExitStack() as stack:
-            for layer, sizes in self._measured if self._call is not None else ():
-                stack.enter_context(measured(layer, partial(sizes.note, self._tokens)))
+            for layer, note in self._measured if self._call is not None else ():
+                stack.enter_context(measured(layer, note))
             output = backbone()
         if self._call is not None and output.last_hidden_state.requires_grad:
             self._pending.add(self._call)
@@ -201,8 +206,9 @@ class KeptActivations:
             set_device_states(*self._random[1:], device_type=self._device.type)
         return True
 
-    def _begin(self, model: PreTrainedModel, fused: Any, ids: Tensor, scored: int) -> None:
+    def _begin(self, model: PreTrainedModel, fused: Any, batch: Any) -> None:
         """Decides about a call."""
+        ids, scored = batch.inputs["input_ids"], len(batch.layout.score_index)
         layers, is_random = self.layers_of(model, fused)
         now, training = memory.report(ids.device) if layers else None, pace.training()
         if now is None:
@@ -216,10 +222,12 @@ class KeptActivations:
         self._take_back()
         self._call = self._latest = object()
         self._device, self._tokens = ids.device, ids.shape[1]
+        chunks = {x: _chunks(batch.layout.rows, ids.device, x) for x in {sizes.chunk for _, sizes in layers}}
         room = self._room.begin((self._tokens, max(scored, 1)), now, training.done)
         last_of_kinds = {id(sizes): (layer, sizes) for layer, sizes in layers}.values()
-        self._measured = [x for x in last_of_kinds if not x[1].is_known(self._tokens)]
-        expected = [(layer, sizes.expected(self._tokens)) for layer, sizes in layers]
+        new = [(layer, sizes) for layer, sizes in last_of_kinds if not sizes.is_known(self._tokens)]
+        self._measured = [(layer, partial(sizes.note, (self._tokens, chunks[sizes.chunk]))) for layer, sizes in new]
+        expected = [(layer, sizes.expected((self._tokens, chunks[sizes.chunk]))) for layer, sizes in layers]
         for layer, size in expected[::-1] if room > 0 else ():
             if all(layer is not x for x, _ in self._measured):  # they are recomputed
                 if not self.bytes + size <= room:
@@ -227,8 +235,7 @@ class KeptActivations:
                 self.kept.append(layer)
                 self.bytes += size
         self._random: Any = (torch.get_rng_state(), *get_device_states(ids)) if self.kept and is_random else ()
-        if self.kept:  # where a recompute would need the activations of a layer in any case
-            memory.add_to_peaks(ids.device, max(self.bytes - max(size for _, size in expected), 0.0))
+        if self.kept:
             text = f"{len(self.kept)} of {len(layers)} layers in batches of up to {self._tokens:,} tokens"
             memory.hold(ids.device, "activations", self.bytes, text)
             if not self._has_said and not self._measured:
@@ -236,23 +243,23 @@ class KeptActivations:
                 self._has_said = True
 
     def _take_back(self) -> None:
-        if self.kept:
-            memory.add_to_peaks(self._device, 0.0)
         self.kept, self.bytes = [], 0.0
 
     def _end(self, call: object) -> None:
         """Ends a call, whose backward has ended."""
         if call in self._pending and call is self._latest:
-            self._room.end(cast(MemoryReport, memory.report(self._device)))
+            self._room.end(cast(MemoryReport, memory.report(self._device)), self.bytes)
             self._take_back()
         self._pending.discard(call)
 
     def layers_of(self, model: PreTrainedModel, fused: Any) -> tuple[Layers, bool]:
         """The layers that may be kept, and whether the model draws random numbers, found once for each verdict."""
         if self._found[0] is not fused.verdict:
-            is_random = fused.is_random(model)
+            is_random, mixers = fused.is_random(model), finding.mixers_of(model)
             layers = checkpointed_layers(model, is_random=is_random)
-            of_kinds = [(layer, self._kinds.setdefault(_kind_of(layer), Sizes())) for layer in layers]
+            of_kinds = [
+                (layer, self._kinds.setdefault(_kind_of(layer), Sizes(_chunk_of(layer, mixers)))) for layer in layers
+            ]
             self._found = fused.verdict, of_kinds, is_random
         return self._found[1:]
 
@@ -304,6 +311,20 @@ def _kind_of(layer: nn.Module) -> tuple:
     """Layers of one kind save as many bytes."""
     plain = ((name, x) for name, x in vars(layer).items() if isinstance(x, str))
     return type(layer), *plain, *((name, x.shape, x.dtype, x.requires_grad) for name, x in layer.named_parameters())
+
+
+def _chunk_of(layer: nn.Module, mixers: list[nn.Module]) -> int:
+    """The tokens to whole multiples of which scans of a layer pad rows: 1 if it runs whole rows, 0 without scans."""
+    called = [finding.called_by(x) for x in layer.modules() if x in mixers]
+    scans = [x for names in called for x in map(known.KNOWN.get, names) if isinstance(x, known.Scan)]
+    if not all(called) or any(x.initial_state is None for x in scans):
+        return 1
+    return CHUNK if scans else 0
+
+
+def _chunks(rows: Tensor, device: torch.device, chunk: int) -> int:
+    """Those that scans compute of packed rows; 1 without scans."""
+    return segments_of(rows, device).sequences(chunk if chunk > 1 else None).chunks(chunk) if chunk else 1
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def has_room(device: torch.device) -> bool:
         return True
     now = cast(MemoryReport, memory.report(device))
     free = now.total - now.others - torch.cuda.memory_reserved(device)
-    taken = 2 * (now.peak - now.used) + memory.added_to_peaks(device)  # a recording keeps what its call keeps
+    taken = 2 * (now.peak - now.used) - memory.most_held(device, "activations")  # which are kept in one of both
     return free + _bytes_of_pools(device)[0] - now.used - taken > now.total / 20
 
 

@@ -71,10 +71,9 @@ class Device:
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "1")
-        monkeypatch.setattr(memory, "read", lambda device: self.report())
+        monkeypatch.setattr(memory, "report", lambda device: self.report())
         monkeypatch.setattr(memory, "is_capturing", lambda device: False)
-        for name in ("peaks", "added_bytes", "held"):
-            monkeypatch.setattr(memory, name, {})
+        monkeypatch.setattr(memory, "held", {})
 
 
 Law = tuple[float, float, float]
@@ -301,9 +300,9 @@ class Simulation:
             [np.r_[np.full(prompt, 3 * i), np.full(x, 3 * i + j)] for j, x in ((1, chosen), (2, rejected))]
             for i, (prompt, chosen, rejected) in enumerate(world.lengths[step])
         ]
-        planner = UnitPlanner(units, [1.0] * len(units))
-        runs = planner.cut(tokens)
-        self.own.ran(max(planner.tokens(*run) for run in runs))
+        planner = UnitPlanner(units, [1.0] * len(units), scored=[a + b for _, a, b in world.lengths[step]])
+        runs = planner.fitting(tokens, self.packed, self.own.fits)
+        self.own.ran(max(map(planner.size, runs)))
         return [planner.units(run) for run in runs]
 
     def train(self, step: int, micro_batches: list[list[int]], is_cut: bool) -> None:

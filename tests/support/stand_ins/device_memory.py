@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import MemoryReport
 from fastdpo.models import calls as counters
+from fastdpo.ops import memory
+from fastdpo.ops.memory import MemoryReport
 
 WEIGHTS = 1000
 """Bytes of weights, gradients and states of the optimizer."""
@@ -46,5 +47,5 @@ class DeviceMemory:
             count(*args)
 
         monkeypatch.setattr(counters, "count_tokens", counting)
-        monkeypatch.setattr(learned_tokens, "memory", lambda device: MemoryReport(WEIGHTS, self.peak, 0, self.total))
+        monkeypatch.setattr(memory, "report", lambda device: MemoryReport(WEIGHTS, self.peak, 0, self.total))
         monkeypatch.setattr(learned_tokens, "USEFUL_ON_CPU", useful)

@@ -1,15 +1,10 @@
 """`patch(max_tokens="auto")`: how many tokens a micro-batch may have, learned from the memory that steps have taken.
 
 A step has micro-batches of n tokens: those of the largest batch that TRL would have run in it, or a larger number that
-was learned. The peak of memory in a step, above what was in use before its largest micro-batch, bounds what n tokens
-take. They take it next to what is in use before the last micro-batch, when weights, gradients and the states of the
-optimizer are present. For n' > n tokens, that is at most (n' / n)^2 times as much, since attention that stores its
-scores grows with the square of the tokens, and all else in proportion. So
-
-    n' = n * sqrt((limit - before) / taken)
-
-stays within the limit. Where memory is proportional to the tokens, each round leaves the square root of the room that
-the one before had, and a few rounds come close to the limit.
+was learned. The peak of memory in a step, above what was in use before its largest micro-batch, bounds what these take
+(`memory.Demand`), next to what is in use when the step ends, when weights, gradients and the states of the optimizer
+are present. Where memory is proportional to the tokens, each round leaves the square root of the room that the one
+before had, and a few rounds come close to the limit.
 
 The peak is that since the process began: it is not reset, since other code may read it. One that something else has
 caused, such as a generation, can only keep the number smaller.
@@ -28,8 +23,8 @@ from tqdm.auto import tqdm
 from ....logs import logger
 from ....models.parts import base_of
 from ....models.running import pace
-from ....ops.memory import MemoryReport, hold
-from ....ops.memory import report as memory
+from ....ops import memory
+from ....ops.memory import Demand, MemoryReport, Size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,14 +49,6 @@ of 4,931, whose activations are further beyond the caches, it took 6.2 s.
 """
 
 
-def fitting_tokens(ran: int, taken: int, now: MemoryReport, used: int) -> int:
-    """The tokens of a micro-batch that fits, where one of `ran` tokens takes `taken` bytes next to those that this
-    process has `used`. Where that is less than what was taken, memory that is proportional to the tokens is the most.
-    """
-    ratio = max(now.limit - used, 1) / max(taken, 1)
-    return int(ran * min(ratio, math.sqrt(ratio)))
-
-
 def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
     """The tokens from which a larger micro-batch gains nothing, by arithmetic from what was measured."""
     if device.type == "cpu":
@@ -74,12 +61,16 @@ def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
     return int(min(max(USEFUL_TOKENS * WEIGHTS_OF_A_LAYER * layers / max(weights, 1), least), most))
 
 
+EMPTY = dict(tokens=0, is_final=False, known=[], used=0, room=0.0)
+"""What is known when a training begins: the number of tokens, whether it is final, what micro-batches take
+(`Demand.items`), and, when the latest step ended, the bytes that were used, and those that were left.
+"""
+
+
 class LearnedTokens:
     """The tokens of the micro-batches of one trainer.
 
-    What was learned is a part of the trainer's state, which checkpoints save: the number of tokens, those of the
-    largest micro-batch that was measured, the bytes that it took, those that were used before the last one of its step,
-    the bytes that were left for both, and whether the number is final.
+    What was learned is a part of the trainer's state, which checkpoints save (see `EMPTY`).
 
     Args:
         trainer: the trainer.
@@ -92,7 +83,8 @@ class LearnedTokens:
         self._trainer, self._name, self._is_own = trainer, name, is_own
         args = trainer.args  # an engine for generation takes memory back that it has given
         self._has_engine = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate"
-        self._ran = 0  # tokens of the largest micro-batch so far
+        self._ran: Size = (0, 1)  # of the largest micro-batch of the step
+        self._demand, self._room = Demand(), 0.0  # in the step: what is known, and the bytes of a micro-batch
         self._used = math.inf  # before the largest micro-batch of the step
         self._useful = 0
         self._key = ""
@@ -111,64 +103,69 @@ class LearnedTokens:
         if self._has_engine:
             return packed
         saved = self._saved()
-        own, measured, taken, used, room, is_final = saved
-        now = memory(self.device) if measured else None
-        used = used if now is None else max(used, now.used)
-        fitting = 0 if now is None else fitting_tokens(measured, taken, now, used)
+        self._demand = Demand(saved["known"])
+        now = memory.report(self.device) if saved["known"] else None
+        self._room = 0.0 if now is None else now.limit - max(saved["used"], now.used)
+        fitting = self._demand.within(self._room)
         if self._is_own:
-            saved[0] = max(own, padded)
-            return max(packed, min(saved[0], fitting, self._useful_tokens()))
-        tokens = own if is_final else max(own, packed, padded)
-        return tokens if now is None or now.limit - used >= room else max(packed, min(tokens, fitting))
+            saved["tokens"] = max(saved["tokens"], padded)
+            return max(packed, min(saved["tokens"], fitting, self._useful_tokens()))
+        tokens = saved["tokens"] if saved["is_final"] else max(saved["tokens"], packed, padded)
+        return tokens if now is None or self._room >= saved["room"] else max(packed, min(tokens, fitting))
 
-    def ran(self, tokens: int, *, is_alone: bool = False) -> None:
-        """Takes note of the tokens of the largest micro-batch of a step on this rank, and whether it is the only one.
+    def fits(self, size: Size) -> bool:
+        """Whether a micro-batch fits that has as many tokens as the step may have, and others that are scored."""
+        return not self._is_own or self._has_engine or self._demand.of(size) <= self._room
+
+    def ran(self, size: Size, *, is_alone: bool = False) -> None:
+        """Takes note of the size of the largest micro-batch of a step on this rank, and whether it is the only one.
         While larger ones may follow, no CUDA graph is recorded.
         """
-        self._ran = max(self._ran, tokens)
+        self._ran = size
         pace.training().is_growing = not is_alone and self._is_growing()
 
     def _is_growing(self) -> bool:
         """Whether later steps may have larger micro-batches, on a device that reports its memory."""
         step, saved = self._trainer.state.global_step, self._saved()
-        is_known = bool(saved[1]) or step > 2 if self._is_own else saved[-1]
-        return not self._has_engine and not is_known and memory(self.device) is not None
+        is_known = bool(saved["known"]) or step > 2 if self._is_own else saved["is_final"]
+        return not self._has_engine and not is_known and memory.report(self.device) is not None
 
     def is_learning(self) -> bool:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
         saved = self._saved()
-        is_known = self._ran <= saved[1] if self._is_own else saved[-1]
+        is_known = not self._is_own and saved["is_final"]
         return self._trainer.state.global_step > 0 and not self._has_engine and not is_known
 
     def begin_largest(self) -> None:
         """Takes note of the memory before the largest micro-batch of a step."""
-        now = memory(self.device) if self.is_learning() else None
+        now = memory.report(self.device) if self.is_learning() else None
         self._used = math.inf if now is None else now.used
 
     def learn(self, before: MemoryReport | None, after: MemoryReport | None) -> None:
         """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
         micro-batch of a step.
         """
-        fitting, limit = self._ran, "the device reports no peak of memory"
+        fitting, limit = self._ran[0], "the device reports no peak of memory"
         is_skipped, saved = self._trainer.accelerator.optimizer_step_was_skipped, self._saved()  # states may be missing
         if before is not None and after is not None:
             limit = "more would not fit"
             taken = int(after.peak - min(self._used, before.used))
-            fitting = fitting_tokens(self._ran, taken, after, before.used)
-            hold(self.device, "micro-batches", taken, f"of up to {self._ran:,} tokens")
-            is_shown = not self._is_own or after.peak > saved[2] + saved[3]  # the peak of kept activations may hide it
-            if is_shown and not is_skipped:
-                saved[1:5] = self._ran, taken, before.used, int(after.limit - before.used)
+            memory.hold(self.device, "micro-batches", taken, f"of up to {self._ran[0]:,} tokens")
+            demand, room = Demand(saved["known"]), after.limit - max(before.used, after.used)
+            demand.note(self._ran, taken)
+            fitting = demand.within(room)
+            if not is_skipped:
+                saved |= dict(known=demand.items(), used=max(before.used, after.used), room=room)
         if self._is_own:
             return
-        fitting, ran = self._of_ranks(-1 if is_skipped else fitting, self._ran)
+        fitting, ran = self._of_ranks(-1 if is_skipped else fitting, self._ran[0])
         if fitting < 0:
             return
         useful = self._useful_tokens()
-        ran = max(ran, saved[0])
-        saved[0] = tokens = max(ran, min(fitting, useful))
-        saved[-1] = tokens >= useful or fitting < LEAST_GROWTH * ran
-        if saved[-1]:
+        ran = max(ran, saved["tokens"])
+        saved["tokens"] = tokens = max(ran, min(fitting, useful))
+        saved["is_final"] = tokens >= useful or fitting < LEAST_GROWTH * ran
+        if saved["is_final"]:
             why = "more would not be faster" if tokens >= useful else limit
             text = f'max_tokens="auto" is {tokens} from here on, since {why}; max_tokens={tokens} repeats it'
             say(self._trainer, f"fastdpo: {self._name}: {text}")
@@ -185,14 +182,14 @@ class LearnedTokens:
         numbers = accelerator.gather(torch.tensor([[fitting, -ran]], device=self.device)).amin(0).tolist()
         return numbers[0], -numbers[1]
 
-    def _saved(self) -> list[int]:
+    def _saved(self) -> dict[str, Any]:
         """What was learned with as many ranks on such a device."""
         if not self._key:
-            report = memory(self.device)
+            report = memory.report(self.device)
             total, _ = self._of_ranks(0 if report is None else report.total, 0)
-            what = "own max_tokens" if self._is_own else "max_tokens"
-            self._key = f"fastdpo: {what} on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
-        return self._trainer.state.stateful_callbacks.setdefault(self._key, [0] * 6)
+            what = "own" if self._is_own else "auto"
+            self._key = f"fastdpo: {what} tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
+        return self._trainer.state.stateful_callbacks.setdefault(self._key, dict(EMPTY))
 
 
 @contextmanager
@@ -201,9 +198,9 @@ def learning(learned: LearnedTokens | None) -> Iterator[None]:
     if learned is None or not learned.is_learning():
         yield
         return
-    before = memory(learned.device)
+    before = memory.report(learned.device)
     yield
-    learned.learn(before, memory(learned.device))
+    learned.learn(before, memory.report(learned.device))
 
 
 def say(trainer: Any, text: str) -> None:

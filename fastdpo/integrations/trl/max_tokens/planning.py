@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ....ops.memory import Size
 from ....prefix_tree import common_length
 
 Unit = Sequence[NDArray[np.integer]]
@@ -29,9 +30,18 @@ class UnitPlanner:
         units: the tokens of the rows of each unit of the step on one rank.
         kinds: of the units. Those of different kinds are in different runs. Default: all are of one kind.
         share: whether rows share the tokens that they begin with, as in `patch`.
+        scored: the scored tokens of each unit. Default: unknown.
     """
 
-    def __init__(self, units: Sequence[Unit], kinds: Sequence[float] | None = None, *, share: bool = True):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        kinds: Sequence[float] | None = None,
+        *,
+        share: bool = True,
+        scored: Sequence[int] | None = None,
+    ):
+        self._scored = scored or [0] * len(units)
         kinds = kinds or [0] * len(units)
         content = [np.asarray(first, np.int32).tobytes() for first, *_ in units]
         order = sorted(range(len(units)), key=lambda i: (kinds[i], content[i]))
@@ -62,6 +72,14 @@ class UnitPlanner:
             end = first[end]
         return runs[::-1]
 
+    def fitting(self, most: int, least: int, fits: Callable[[Size], bool]) -> list[Run]:
+        """The same up to `most` tokens, or to fewer where one of more than `least` does not fit."""
+        runs = self.cut(most)
+        while most > least and not all(self.tokens(*run) <= least or fits(self.size(run)) for run in runs):
+            most = max(least, most * 7 // 8)
+            runs = self.cut(most)
+        return runs
+
     def divided(self, runs: Sequence[Run], n: int) -> list[Run]:
         """At least n runs, of which the longest are divided where their units share least. There must be n units."""
         runs = list(runs)
@@ -77,6 +95,10 @@ class UnitPlanner:
     def units(self, run: Run) -> list[int]:
         """The numbers of the units of a run."""
         return self._order[slice(*run)].tolist()
+
+    def size(self, run: Run) -> Size:
+        """The distinct tokens of a run, and its scored ones, at least one."""
+        return self.tokens(*run), max(sum(self._scored[i] for i in self.units(run)), 1)
 
     def tokens(self, start: int, end: int) -> int:
         """The distinct tokens of a run."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ....logs import logger, warn
 from ....models.batch import as_current
 from ....models.calls import outcomes
+from ....packing import IGNORE_INDEX
 from ...replacements import Replacements, temporarily
 from ...scored_rows import merged
 from ..gathering import of_all_ranks
@@ -38,6 +39,9 @@ OUT_OF_MEMORY = (
 
 AFTER = 3
 """The steps after which a trainer says in how many micro-batches the batches of a step are run."""
+
+SCORED = "completion_mask", "KL_completion_mask", "labels"
+"""Entries of batches by which tokens are scored."""
 
 Scores = dict[str, Tensor]
 """What models have returned for rows that TRL's loss reads, by name: [R, W] each, or [N] for their units."""
@@ -258,13 +262,17 @@ class StepBudget:
         """The units of each micro-batch, which have one weight, by their numbers in the joined batches."""
         budget, accelerator = self._budget, self._trainer.accelerator
         share, units = budget.line.options.share_prompts, budget.tokens(joined)
-        planner, max_tokens = UnitPlanner(units, weights, share=share), self._max_tokens
+        masks = [x != IGNORE_INDEX if name == "labels" else x for name, x in joined.items() if name in SCORED]
+        scored = [sum(int(x[i].sum()) for x in masks) for i in range(len(units))]
+        planner, max_tokens = UnitPlanner(units, weights, share=share, scored=scored), self._max_tokens
         if self._learned is not None:
             ends = itertools.accumulate(map(budget.size, batches), initial=0)
             of_batches = (units[start:end] for start, end in itertools.pairwise(ends))
             packed = max(UnitPlanner(x, share=share).tokens(0, len(x)) for x in of_batches)
             max_tokens = self._learned.of_step(packed, max(map(budget.padded_tokens, batches)))
-        runs = planner.cut(max_tokens)
+            runs = planner.fitting(max_tokens, packed, self._learned.fits)
+        else:
+            runs = planner.cut(max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
         if largest > max_tokens and self._learned is None and not self._warned:
             self._warned = True
@@ -276,7 +284,7 @@ class StepBudget:
         elif accelerator.num_processes > 1:  # each must run the model as often
             counts = accelerator.gather(torch.tensor([len(runs)], device=accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
-        sizes = [planner.tokens(*run) for run in runs]
+        sizes = [*map(planner.size, runs)]
         self._largest = sizes.index(max(sizes))
         if self._learned is not None:
             self._learned.ran(max(sizes), is_alone=len(runs) == 1)
