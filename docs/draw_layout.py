@@ -1,9 +1,10 @@
-"""Draws docs/layout.svg: the same two pairs as a padded batch and as fastdpo packs them.
+"""Draws docs/layout.svg, the same two pairs padded and as fastdpo packs them, and docs/memory.svg, who spends
+the memory of a device.
 
     python docs/draw_layout.py
 
-The blocks are those of the `Layout` that `pack_pairs` returns for the batch, so the picture cannot
-disagree with the code.
+The blocks of the first are those of the `Layout` that `pack_pairs` returns for the batch, and those of the second are
+`SPENDERS`, so the pictures cannot disagree with the code.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from pathlib import Path
 
 import torch
 
+from fastdpo.ops.memory import SPENDERS
 from fastdpo.packing import IGNORE_INDEX, Layout, pack_pairs
-
-PICTURE = Path(__file__).with_name("layout.svg")
 
 PAIRS = [(9, 6, 4), (5, 4, 8)]  # tokens of prompt, chosen completion, rejected completion
 COLORS = {"P": "#3b6fb6", "C": "#2e8b57", "R": "#c8553d", "pad": "#d5d9de"}
@@ -97,7 +97,7 @@ def packed_row(y: float, layout: Layout) -> list[str]:
 
 
 def picture() -> str:
-    """The whole SVG. Its background is white, so that it is legible on light and on dark pages."""
+    """The two pairs."""
     ids, mask, labels = batch()
     layout = pack_pairs(ids, mask, labels)
     tokens = len(layout.token_index)
@@ -116,12 +116,40 @@ def picture() -> str:
         text(WIDTH - 16, y, f"{tokens} tokens", FAINT, anchor="end"),
         *packed_row(y + 16, layout),
     ]
-    height = y + 16 + ROW + 66
-    frame = f"<rect x='.5' y='.5' width='{WIDTH - 1}' height='{height - 1:g}' rx='8' fill='#fff' stroke='#d0d7de'/>"
     described = f"Two pairs take {ids.numel()} positions as a padded batch and {tokens} tokens packed as [P | C | R]."
-    opening = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' {FONT} font-size='18'"
-    return "\n".join([f"{opening} role='img' aria-label='{described}'>", frame, *rows, *parts, "</svg>"]) + "\n"
+    return framed([*rows, *parts], y + 16 + ROW + 66, described)
 
+
+def memory_picture() -> str:
+    """The memory of a device: what is in use anyway, the spenders in the order of precedence, and what stays free."""
+    held = [("others", "pad", 3), ("weights, gradients, states", "P", 9)]
+    shown = [*held, *((name, "C", 5) for name in SPENDERS), ("free", "pad", 6)]
+    parts, x, y = [text(16, 34, "Memory of a device", weight="bold")], 16.0, 74
+    for i, (name, color, cells) in enumerate(shown):
+        parts.append(block(x, y, cells, color))
+        at = y + ROW + 26 + 26 * (i % 2)
+        parts += [f"<path d='M{x + 8:g} {y + ROW}V{at - 14}' stroke='{FAINT}'/>", text(x + 2, at, name)]
+        x += cells * CELL
+        if name == "free":
+            parts.append(text(x - cells * CELL, y - 10, "one fifth", FAINT))
+    start, end = (16 + CELL * sum(cells for *_, cells in part) for part in (held, shown[:-1]))
+    parts += [
+        text(start, y - 10, "spends first", FAINT),
+        text(end - 8, y - 10, "gives back first", FAINT, anchor="end"),
+        f"<path d='M{start + 110} {y - 16}H{end - 150}m-7 -5l7 5l-7 5' stroke='{FAINT}' fill='none'/>",
+    ]
+    return framed(parts, y + ROW + 72, f"Spenders of memory in the order of precedence: {', '.join(SPENDERS)}.")
+
+
+def framed(parts: list[str], height: float, described: str) -> str:
+    """The whole SVG. Its background is white, so that it is legible on light and on dark pages."""
+    frame = f"<rect x='.5' y='.5' width='{WIDTH - 1}' height='{height - 1:g}' rx='8' fill='#fff' stroke='#d0d7de'/>"
+    opening = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' {FONT} font-size='18'"
+    return "\n".join([f"{opening} role='img' aria-label='{described}'>", frame, *parts, "</svg>"]) + "\n"
+
+
+PICTURES = {"layout.svg": picture, "memory.svg": memory_picture}
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture())
+    for name, draw in PICTURES.items():
+        Path(__file__).with_name(name).write_text(draw())

@@ -75,32 +75,28 @@ class Demand:
     For r times the tokens they are at most r^2 times as many, since attention that stores its scores grows with the
     square, and for r times the scored tokens, which the head takes memory for, r times as many.
 
-    Args:
+    Attributes:
         known: sizes and bytes from which others follow.
     """
 
     def __init__(self, known: Iterable[tuple[Iterable[int], float]] = ()) -> None:
-        self._known = {cast(Size, tuple(size)): most for size, most in known}
+        self.known = {cast(Size, tuple(size)): most for size, most in known}
 
     def of(self, size: Size) -> float:
         """Infinite if nothing is known."""
-        return min((most * _growth(known, size) for known, most in self._known.items()), default=torch.inf)
+        return min((most * _growth(known, size) for known, most in self.known.items()), default=torch.inf)
 
     def within(self, most: float) -> int:
         """The tokens that take at most so many bytes, where as large a part of them is scored as of known ones."""
-        fitting = (x[0] * sqrt(most / known) for x, known in self._known.items() if known <= most)
+        fitting = (x[0] * sqrt(most / known) for x, known in self.known.items() if known <= most)
         return int(max(fitting, default=0))
 
     def note(self, size: Size, most: float, least: float = 0.0) -> None:
         """Takes note of a call that has taken at most, and at least, so many bytes."""
-        self._known = {x: max(bound, least / _growth(x, size)) for x, bound in self._known.items()}
+        self.known = {x: max(bound, least / _growth(x, size)) for x, bound in self.known.items()}
         if most < self.of(size):
-            others = {x: bound for x, bound in self._known.items() if bound < most * _growth(size, x)}
-            self._known = others | {size: max(most, 1.0)}
-
-    def items(self) -> list[tuple[Size, float]]:
-        """Those from which others follow."""
-        return [*self._known.items()]
+            others = {x: bound for x, bound in self.known.items() if bound < most * _growth(size, x)}
+            self.known = others | {size: max(most, 1.0)}
 
 
 def _growth(known: Size, size: Size) -> float:

@@ -357,7 +357,7 @@ def test_left_alone(monkeypatch, case):
     monkeypatch.setattr(activations.Sizes, "is_known", lambda *_: True)
     monkeypatch.setattr(activations.Sizes, "expected", lambda *_: 1.0)
     read = []
-    monkeypatch.setattr(memory, "read", lambda device: read.append(device))
+    monkeypatch.setattr(memory, "report", lambda device: read.append(device))
     loss_of(model, BATCHES[0]).backward()
     assert not base_of(model).runner.kept.kept
     assert not read, "nothing is asked of the device"

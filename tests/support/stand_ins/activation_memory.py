@@ -352,7 +352,9 @@ class Simulation:
         world, device = self.world, self.device
         self.tokens = tokens = size.packed if self.spends else size.padded
         ids = SimpleNamespace(device=GPU, shape=(1, tokens))
-        batch = SimpleNamespace(inputs={"input_ids": ids}, layout=SimpleNamespace(score_index=range(size.scored)))
+        batch = SimpleNamespace(
+            inputs={"input_ids": ids}, layout=SimpleNamespace(score_index=range(size.scored), rows=None)
+        )
         limit = device.limit
         state = torch.zeros((), requires_grad=True) * 1.0
         flags: list[bool] = []

@@ -63,7 +63,7 @@ def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
 
 EMPTY = dict(tokens=0, is_final=False, known=[], used=0, room=0.0)
 """What is known when a training begins: the number of tokens, whether it is final, what micro-batches take
-(`Demand.items`), and, when the latest step ended, the bytes that were used, and those that were left.
+(`memory.Demand`), and, when the latest step ended, the bytes that were used, and those that were left.
 """
 
 
@@ -155,7 +155,7 @@ class LearnedTokens:
             demand.note(self._ran, taken)
             fitting = demand.within(room)
             if not is_skipped:
-                saved |= dict(known=demand.items(), used=max(before.used, after.used), room=room)
+                saved |= dict(known=[*demand.known.items()], used=max(before.used, after.used), room=room)
         if self._is_own:
             return
         fitting, ran = self._of_ranks(-1 if is_skipped else fitting, self._ran[0])

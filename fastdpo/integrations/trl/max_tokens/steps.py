@@ -262,7 +262,7 @@ class StepBudget:
         """The units of each micro-batch, which have one weight, by their numbers in the joined batches."""
         budget, accelerator = self._budget, self._trainer.accelerator
         share, units = budget.line.options.share_prompts, budget.tokens(joined)
-        masks = [x != IGNORE_INDEX if name == "labels" else x for name, x in joined.items() if name in SCORED]
+        masks = [(x != IGNORE_INDEX if name == "labels" else x).cpu() for name, x in joined.items() if name in SCORED]
         scored = [sum(int(x[i].sum()) for x in masks) for i in range(len(units))]
         planner, max_tokens = UnitPlanner(units, weights, share=share, scored=scored), self._max_tokens
         if self._learned is not None:
