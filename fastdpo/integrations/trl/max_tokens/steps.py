@@ -263,7 +263,8 @@ class StepBudget:
         budget, accelerator = self._budget, self._trainer.accelerator
         share, units = budget.line.options.share_prompts, budget.tokens(joined)
         masks = [(x != IGNORE_INDEX if name == "labels" else x).cpu() for name, x in joined.items() if name in SCORED]
-        scored = [sum(int(x[i].sum()) for x in masks) for i in range(len(units))]
+        counts = [x.reshape(len(units), -1).sum(1) for x in masks]
+        scored = torch.stack(counts).sum(0).tolist() if counts else None
         planner, max_tokens = UnitPlanner(units, weights, share=share, scored=scored), self._max_tokens
         if self._learned is not None:
             ends = itertools.accumulate(map(budget.size, batches), initial=0)
