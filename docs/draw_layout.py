@@ -122,13 +122,15 @@ def picture() -> str:
 
 def memory_picture() -> str:
     """The memory of a device: what is in use anyway, the spenders in the order of precedence, and what stays free."""
-    held = [("others", "pad", 3), ("weights, gradients, states", "P", 9)]
-    shown = [*held, *((name, "C", 5) for name in SPENDERS), ("free", "pad", 6)]
+    held = [("others", "pad", 3), ("model and optimizer", "P", 6)]
+    shown = [*held, *((name, "C", 6) for name in SPENDERS), ("free", "pad", 6)]
     parts, x, y = [text(16, 34, "Memory of a device", weight="bold")], 16.0, 74
     for i, (name, color, cells) in enumerate(shown):
         parts.append(block(x, y, cells, color))
         at = y + ROW + 26 + 26 * (i % 2)
-        parts += [f"<path d='M{x + 8:g} {y + ROW}V{at - 14}' stroke='{FAINT}'/>", text(x + 2, at, name)]
+        tick = x + (cells * CELL / 2 if name in SPENDERS else 8)
+        label = text(tick, at, name, anchor="middle") if name in SPENDERS else text(x + 2, at, name)
+        parts += [f"<path d='M{tick:g} {y + ROW}V{at - 14}' stroke='{FAINT}'/>", label]
         x += cells * CELL
         if name == "free":
             parts.append(text(x - cells * CELL, y - 10, "one fifth", FAINT))
