@@ -14,7 +14,7 @@ from ...reasons import Reason
 from .signatures import attribute_of
 from .versions import installed_version
 
-TESTED = {"torch": "2.14.1", "transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2"}
+TESTED = {"torch": "2.15.0", "transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2"}
 """The packages, and the newest version of each that was tested."""
 
 NAMES = {
