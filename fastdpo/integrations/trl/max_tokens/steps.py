@@ -242,13 +242,10 @@ class StepBudget:
         loss = torch.zeros((), device=self._trainer.args.device)
         for i, batch in enumerate(batches):
             is_last = ends_step and i == len(batches) - 1
-            with _taking_prepared(self._trainer), self._within_a_step(is_last):
+            within = nullcontext() if is_last else _without_sync(self._trainer, self._model)
+            with _taking_prepared(self._trainer), within:
                 loss = loss + self._train_on(batch)
         return loss
-
-    def _within_a_step(self, is_last: bool) -> AbstractContextManager[None]:
-        """A context for a micro-batch of a step, which may be its last one."""
-        return learning(self._learned) if is_last else _without_sync(self._trainer, self._model)
 
     def _count(self, batches: int, micro_batches: int, ends_step: bool) -> None:
         outcomes[self._name, "steps"] += ends_step
@@ -304,7 +301,7 @@ class StepBudget:
                 self._learned.begin_largest()
             with (
                 self._computing_losses((batches, torch.cat(micro_batches)) if is_last else None),
-                self._within_a_step(ends_step and is_last),
+                learning(self._learned) if ends_step and is_last else _without_sync(trainer, self._model),
                 temporarily(trainer, current_gradient_accumulation_steps=1 / weight) if weight else nullcontext(),
             ):
                 loss = loss + self._train_on(self._budget.micro_batch(trainer, joined, units))
