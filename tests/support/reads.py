@@ -44,17 +44,17 @@ class Reads(TorchFunctionMode):
         self.packed = 0
 
     def __enter__(self) -> Reads:
-        self._pack = packing.pack
+        self._make_layout = packing.make_layout
 
-        def pack(*args: Any, **options: Any) -> packing.Layout:
+        def make_layout(*args: Any, **options: Any) -> packing.Layout:
             self.packed += 1
-            return self._pack(*args, **options)
+            return self._make_layout(*args, **options)
 
-        packing.pack, batch.is_host = pack, lambda device: False
+        packing.make_layout, batch.is_host = make_layout, lambda device: False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        packing.pack, batch.is_host = self._pack, is_host
+        packing.make_layout, batch.is_host = self._make_layout, is_host
         super().__exit__(*error)
 
     def __torch_function__(self, function: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:

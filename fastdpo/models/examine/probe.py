@@ -129,9 +129,9 @@ def _probe_padding(model: PreTrainedModel, device: torch.device, rows: Rows, gra
 
     result = probed("ignored")
     if _is_of_rows(result):
-        result = probed("seen")
-        if result.unsupported_reason is None and not _is_of_rows(counted := probed("counted")):
-            return counted
+        result, counted = probed("seen"), probed("counted")
+        is_right = result.unsupported_reason is None or counted.unsupported_reason is not None
+        return counted if is_right and not _is_of_rows(counted) else result
     return result
 
 

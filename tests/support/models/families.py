@@ -179,10 +179,7 @@ FUSED: dict[str, tuple[str, dict]] = {
 STOCK: dict[str, tuple[str, dict]] = {
     "bloom": ("does not let its attention implementation be set", dict(n_layer=2, n_head=4)),
     "falcon-alibi": ("ALiBi", dict(alibi=True, num_kv_heads=4, without=("head_dim", "num_key_value_heads"))),
-    "phimoe": (
-        "differ from its padded ones",
-        dict(num_local_experts=4, sliding_window=WINDOW, output_router_logits=False),
-    ),
+    "phimoe": ("draws random numbers", dict(num_local_experts=4, sliding_window=WINDOW, output_router_logits=False)),
     "llama4_text": (
         "layers of type chunked_attention",
         dict(
