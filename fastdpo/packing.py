@@ -194,7 +194,7 @@ def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, sha
     checks.require_flags("pack_pairs", share=share)
     if len(input_ids) % 2:
         raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
-    return pack(input_ids, attention_mask, labels, groups="pairs" if share else None)
+    return make_layout(input_ids, attention_mask, labels, Form("pairs" if share else None), shifted=False)
 
 
 def pack(

@@ -9,7 +9,6 @@ import torch
 from ...distributed import gather_objects
 from ...reasons import Reason
 from .. import adapters, head
-from ..identity.structure import Identity
 from ..installing import install_head, restore, switch_attention
 from ..ranks import sharding
 from ..ranks.sharding import shared_reason
@@ -20,6 +19,8 @@ from .support import has_own_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..identity.structure import Identity
 
 FREE_EXAMINATIONS = 6
 """Number of times that a model is examined as soon as it has changed. It may change in each step. From then on, it is

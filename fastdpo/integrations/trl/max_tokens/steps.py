@@ -259,9 +259,7 @@ class StepBudget:
         """The units of each micro-batch, which have one weight, by their numbers in the joined batches."""
         budget, accelerator = self._budget, self._trainer.accelerator
         share, units = budget.line.options.share_prompts, budget.tokens(joined)
-        masks = [(x != IGNORE_INDEX if name == "labels" else x).cpu() for name, x in joined.items() if name in SCORED]
-        counts = [x.reshape(len(units), -1).sum(1) for x in masks]
-        scored = torch.stack(counts).sum(0).tolist() if counts else None
+        scored = None if self._learned is None else _scored_tokens(joined, len(units))
         planner, max_tokens = UnitPlanner(units, weights, share=share, scored=scored), self._max_tokens
         if self._learned is not None:
             ends = itertools.accumulate(map(budget.size, batches), initial=0)
@@ -350,6 +348,12 @@ def _of_width(scores: Tensor, width: int) -> Tensor:
 def _taking_prepared(trainer: Any) -> AbstractContextManager[None]:
     """In the block, the trainer trains on batches that are prepared."""
     return temporarily(trainer, _prepare_inputs=as_current)
+
+
+def _scored_tokens(joined: Batch, n: int) -> list[int] | None:
+    """The scored tokens of each of n joined units, or None if no entry of them tells."""
+    masks = [(x != IGNORE_INDEX if name == "labels" else x).cpu() for name, x in joined.items() if name in SCORED]
+    return torch.stack([x.reshape(n, -1).sum(1) for x in masks]).sum(0).tolist() if masks else None
 
 
 @contextmanager
