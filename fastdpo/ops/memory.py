@@ -107,6 +107,9 @@ def _growth(known: Size, size: Size) -> float:
 held: dict[tuple[torch.device, str], tuple[int, str]] = {}
 """The most that each spender has held on a device, and a description of it."""
 
+spared: dict[torch.device, tuple[int, float]] = {}
+"""The latest peak of a device that kept activations have raised, and how many of its bytes all calls can do without."""
+
 
 def is_on(device: torch.device) -> bool:
     """Whether memory of a device is spent on activations."""

@@ -40,6 +40,9 @@ from tests.support.stand_ins.activation_memory import PROFILES, Device, Simulati
 WORLDS = int(os.environ.get(VARIABLE, 600)) // 10
 """10,000 in `make fuzz`."""
 
+RARE = (503, 634)
+"""Worlds where a call that may be recorded keeps more than that of the peak."""
+
 BATCHES = [
     batch((9, 4, 6), (12, 7, 3)),
     batch((20, 12, 9), (3, 9, 8)),
@@ -69,15 +72,17 @@ def simulated(world, multiple):
 
 def test_drawn_worlds():
     """On devices from one in which the trainer fits just so, no training runs out of memory, and what is spent stays
-    within four fifths of the device less what others used when it was decided. They may grow afterwards.
+    within four fifths of the device less what others used when it was decided. They may grow afterwards. A recording
+    that finds room leaves enough for the largest batch.
     """
-    for seed in range(WORLDS):
+    for seed in (*range(WORLDS), *RARE):
         world, multiple = drawn(seed), random.Random(seed).choice([1.0, 1.1, 1.3, 2.0, 5.0, 10.0])
         simulation = simulated(world, multiple)
         if world.calls > 1:
             assert not any(map(sum, simulation.kept[1:])), "nobody knows how many calls will follow"
         assert simulation.excess <= 1e-6 * simulation.device.total, seed
         assert not simulation.repeated, seed
+        assert world.calls > 1 or all(x >= 0 for x in simulation.rooms), seed
 
 
 SCHEDULES = {"2 x 8": (2, 8), "4 x 4": (4, 4), "1 x 16": (1, 16), "8 x 1": (8, 1)}

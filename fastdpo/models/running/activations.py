@@ -72,23 +72,29 @@ class Room:
     def __init__(self) -> None:
         self.closed, self.demand = torch.inf, Demand()
         self._begun: tuple[Size, MemoryReport] | None = None  # the latest call
+        self._largest = (1, 1)  # the most tokens, and scored ones, of a call
         self._gradients = 0  # what was used when the latest call had ended, next to gradients
 
     def begin(self, size: Size, now: MemoryReport, step: int) -> float:
         """The bytes that a call may spend, given the report of its device and the number of optimizer steps before."""
         self._begun = (size, now) if step else None
+        self._largest = max(size[0], self._largest[0]), max(size[1], self._largest[1])
         is_closed = not step or size[0] >= self.closed
         return 0.0 if is_closed else now.limit - max(now.used, self._gradients) - self.demand.of(size)
 
-    def end(self, now: MemoryReport, kept: float) -> None:
+    def end(self, now: MemoryReport, kept: float) -> float:
         """Learns from the latest call, whose backward has ended, given the bytes that it has kept. Its peak is at most
         that of the device, which something else may have caused.
+
+        Returns the bytes by which the call has raised the peak above what the largest one takes with all recomputed.
         """
-        if self._begun is not None:
-            size, before = self._begun
-            taken = now.peak - before.used
-            self.demand.note(size, taken, taken - kept if now.peak > before.peak else 0.0)
-            self._gradients = now.used
+        if self._begun is None:
+            return 0.0
+        size, before = self._begun
+        taken, is_peak = now.peak - before.used, now.peak > before.peak
+        self.demand.note(size, taken, taken - kept if is_peak else 0.0)
+        self._gradients = now.used
+        return max(taken - self.demand.of(self._largest), 0.0) if is_peak else 0.0
 
 
 class Sizes:
@@ -248,7 +254,9 @@ class KeptActivations:
     def _end(self, call: object) -> None:
         """Ends a call, whose backward has ended."""
         if call in self._pending and call is self._latest:
-            self._room.end(cast(MemoryReport, memory.report(self._device)), self.bytes)
+            now = cast(MemoryReport, memory.report(self._device))
+            if spared := self._room.end(now, self.bytes):
+                memory.spared[self._device] = now.peak, spared
             self._take_back()
         self._pending.discard(call)
 

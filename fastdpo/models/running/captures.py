@@ -41,15 +41,16 @@ def memory_of(device: torch.device, has_backward: bool) -> Memory:
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether a recording would leave a device as much memory as the largest batch has taken so far, twice, and a
-    twentieth of all: a batch that runs the layers later cannot use what a recording holds.
+    """Whether a recording would leave a device as much memory as the largest batch has taken so far, and a twentieth of
+    all: a batch that runs the layers later cannot use what a recording holds, with activations that its call has kept.
     """
     if device.type != "cuda":
         return True
     now = cast(MemoryReport, memory.report(device))
-    free = now.total - now.others - torch.cuda.memory_reserved(device)
-    taken = 2 * (now.peak - now.used) - memory.most_held(device, "activations")  # which are kept in one of both
-    return free + _bytes_of_pools(device)[0] - now.used - taken > now.total / 20
+    peak, spared = memory.spared.get(device, (0, 0.0))
+    taken = now.peak - now.used - (spared if peak == now.peak else 0.0)
+    free = now.total - now.others - torch.cuda.memory_reserved(device) + _bytes_of_pools(device)[0] - now.used
+    return free > 2 * taken + memory.most_held(device, "activations") + now.total / 20
 
 
 def note_recordings(device: torch.device, number: int) -> None:

@@ -257,7 +257,7 @@ class Pace:
         """Whether a recording of a number of tokens that was seen so often is expected to pay. Ranks that are not alone
         lose no more than `LOST_SECONDS` before whole steps show what replays save.
         """
-        if self.between == torch.inf or self.training.is_growing or not self._has_optimizer():
+        if self.between == torch.inf or self.training.is_growing or not self._is_peak_known():
             return False
         saved, cost = self._expected(tokens), self._recording_seconds or RECORDING_SECONDS + 4 * self.between
         is_enough = saved > LEAST_SAVING * self.between
@@ -265,9 +265,11 @@ class Pace:
         is_shown = self._is_alone or self._saved_by_replays is not None
         return is_enough and pays and self._may_lose(cost) and (is_shown or self.lost < LOST_SECONDS)
 
-    def _has_optimizer(self) -> bool:
-        """Whether an optimizer has made a step, if one will. How much memory it takes is not known before."""
-        return self.training.done > 0 or not (self._has_backward or self.training.left)
+    def _is_peak_known(self) -> bool:
+        """Whether a step has ended that had the states of the optimizer next to it, which the first one makes, if there
+        will be any.
+        """
+        return self.training.done > 1 or not (self._has_backward or self.training.left)
 
     def is_sure(self, tokens: int) -> bool:
         """Whether a recording is known to pay from the trials of others."""

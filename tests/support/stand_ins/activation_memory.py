@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
 from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
-from fastdpo.models.running import activations, pace
+from fastdpo.models.running import activations, captures, pace
 from fastdpo.models.running.activations import FLAG, KeptActivations, Sizes
 from fastdpo.ops import memory
 from fastdpo.ops.head.linear_logps import GPU_SHARE
@@ -74,6 +74,9 @@ class Device:
         monkeypatch.setattr(memory, "report", lambda device: self.report())
         monkeypatch.setattr(memory, "is_capturing", lambda device: False)
         monkeypatch.setattr(memory, "held", {})
+        monkeypatch.setattr(memory, "spared", {})
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.used)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": GPU.index, "total_size": self.used}])
 
 
 Law = tuple[float, float, float]
@@ -234,6 +237,8 @@ class Simulation:
         micro_batches: the tokens of those of each step.
         trained: the pairs of each step that were trained on, in any order.
         repeated: the steps and calls that were run again, since memory had run out.
+        rooms: of the calls that find room for a recording, the bytes that are left of the device when it is made and
+            the largest call so far runs with all layers recomputed.
     """
 
     def __init__(self, world: World, device: Device, monkeypatch: pytest.MonkeyPatch, *, spends: bool = True) -> None:
@@ -256,6 +261,8 @@ class Simulation:
         self.micro_batches: list[list[int]] = []
         self.trained: list[list[int]] = []
         self.repeated = 0
+        self.rooms: list[float] = []
+        self.most_tokens, self.recomputed = 0, 0.0  # what was in use in the largest call, with all layers recomputed
         self.has_gradients = False
 
     def measured(self, layer: Layer, note: Callable[[float], None]) -> nullcontext:
@@ -332,6 +339,14 @@ class Simulation:
         total.backward()
         self.trained[-1].extend(pairs)
 
+    def taken(self, size: Size, head: float, are_recomputed: list[bool]) -> float:
+        """The most bytes that a call takes, but for gradients."""
+        tokens = size.packed if self.spends else size.padded
+        saved = [by(self.world.laws[layer.kind], tokens) for layer in self.layers]
+        held = [self.world.width * tokens + x * (not flag) for x, flag in zip(saved, are_recomputed, strict=True)]
+        of_layers = [sum(held[: i + 1]) + saved[i] * flag for i, flag in enumerate(are_recomputed)]
+        return max(sum(held) + head + self.world.other * tokens, *of_layers)
+
     def see(self, limit: float) -> None:
         self.excess = max(self.excess, self.device.used - limit)
 
@@ -368,13 +383,20 @@ class Simulation:
                     device.take(size)
             return SimpleNamespace(last_hidden_state=state)
 
+        used, others = device.used, device.others
         with self.decides.keeping(None, None, batch):
+            is_seen = self.training.done > 1 and tokens <= self.most_tokens  # what is recorded
+            has_room = self.spends and is_seen and captures.has_room(GPU)
             self.decides.run(forward)
         is_kept = not all(flags)
         self.kept[-1].append(flags.count(False))
         head = world.chunk
         if self.spends:
             head = max(world.chunk, min(world.tiles * size.scored, device.total / GPU_SHARE, memory.left(GPU)))
+        self.most_tokens = max(self.most_tokens, tokens)
+        self.recomputed = max(self.recomputed, used + self.taken(size, head, [True] * len(flags)))
+        if has_room:
+            self.rooms.append(device.total - others - self.recomputed - self.taken(size, head, flags))
         device.take(head)
         self.applies, applied = False, self.applies
         with self.decides.keeping(None, None, batch):  # as a reference, which may be the same model
