@@ -327,6 +327,20 @@ def by_a_method(mlp):
     mlp.forward = MethodType(method, mlp)
 
 
+class AutogradFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mlp, hidden):
+        return method(mlp, hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+def by_an_autograd_function(mlp):
+    mlp.forward = functools.partial(AutogradFunction.apply, mlp)
+
+
 def by_wrapping_an_engine(mlp):
     add_hook_to_module(mlp, AlignDevicesHook(execution_device="cpu"))
     by_a_closure(mlp)
@@ -340,6 +354,7 @@ ATTACHED = {
     "decorated closure": functools.partial(by_a_closure, wraps=torch.autocast("cpu", enabled=False)),
     "partial": by_a_partial,
     "method": by_a_method,
+    "autograd function": by_an_autograd_function,
     "around an engine's": by_wrapping_an_engine,
 }
 

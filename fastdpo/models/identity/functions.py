@@ -73,10 +73,16 @@ class Code:
 
 
 def inner_function(function: Any) -> Any:
-    """The function inside bound methods and partials."""
-    while isinstance(function, (partial, MethodType)):
+    """The function inside methods of objects and partials."""
+    while isinstance(function, partial) or (isinstance(function, MethodType) and _class_of(function) is None):
         function = function.func if isinstance(function, partial) else function.__func__
     return function
+
+
+def _class_of(function: Any) -> type | None:
+    """The class of a class method, such as `apply` of an autograd function: it says what the method does."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) else None
 
 
 def closure_contents(function: FunctionType) -> list[Any]:
@@ -86,14 +92,20 @@ def closure_contents(function: FunctionType) -> list[Any]:
 
 def name_of(function: Callable) -> str:
     function = inner_function(function)
+    owner = _class_of(function)
+    if owner is not None:
+        return f"{owner.__qualname__}.{function.__name__}"
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def module_of(function: Callable) -> str:
-    """The module that a function was written in, or the class of a callable object. `functools.wraps` changes
-    `__module__` of both, but neither `__globals__` nor the class.
+    """The module that a function was written in, or the class of a callable object or of a class method.
+    `functools.wraps` changes `__module__` of both, but neither `__globals__` nor the class.
     """
     function = inner_function(function)
+    owner = _class_of(function)
+    if owner is not None:
+        return owner.__module__
     written = getattr(function, "__globals__", {}).get("__name__")
     is_object = not isinstance(function, type | BuiltinFunctionType)
     return written or getattr(type(function) if is_object else function, "__module__", None) or ""
