@@ -20,14 +20,7 @@ from benchmarks.machine import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "programs.json"
-COLUMNS = (
-    "program",
-    "version",
-    "command",
-    "largest difference",
-    "stock / fastdpo",
-    tables.MEASURED_ON,
-)
+COLUMNS = "program", "command", "largest difference", "stock / fastdpo"
 
 
 def ratio(row: dict[str, Any]) -> str:
@@ -37,11 +30,13 @@ def ratio(row: dict[str, Any]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """One row for each training, and a note about where it ran."""
-    rows, origins = [], tables.Origins()
+    rows, shown = [], {}
     for row in results["rows"]:
-        cells = (row["program"], row["version"], f"`{row['command']}`", f"{row['difference']:.1e}", ratio(row))
-        rows.append((*cells, origins.cell(row | {"cases": []})))
-    return f"{tabulate(rows, COLUMNS, tablefmt='github', disable_numparse=True)}\n\n{tables.wrap(origins.note())}"
+        command = f"`{row['command']}`"
+        rows.append((f"{row['program']} {row['version']}", command, f"{row['difference']:.1e}", ratio(row)))
+        shown[command] = row | {"cases": []}
+    table = tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True)
+    return f"{table}\n\n{tables.wrap(tables.measured_on(shown))}"
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ from benchmarks.summary import by_group, mean_ratio
 Result = dict[str, Any]
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = 100
-MEASURED_ON = "measured on"
 GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
 WORK = {
     "step": "Training step",
@@ -203,8 +202,13 @@ def gpu_table(result: Result) -> str:
     on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
     what = "A step without the optimizer, of 8 pairs, in bfloat16, and its speedup over TRL"
     note = f"{what}: {on}, {result['date'][:10]}."
-    of_rates = {name: ([x], (STOCK, AUTO, *fixed)) for name, x in result["summary"]["cases"].items()}
-    return f"{render(rows, headers)}\n\n{wrap(note)}\n\n{rates_table(of_rates, (STOCK, AUTO, *fixed))}"
+    of_rates = {}
+    for name, x in result["summary"]["cases"].items():
+        fastest = min(
+            x["seconds"].keys() & {AUTO, *fixed}, key=lambda side, of=x["seconds"]: of[side]["value"], default=AUTO
+        )
+        of_rates[name] = [x], (STOCK, SUBJECT, fastest)
+    return f"{render(rows, headers)}\n\n{wrap(note)}\n\n{rates_table(of_rates, (STOCK, SUBJECT, 'the fastest choice'))}"
 
 
 def rates_table(rows: Mapping[str, tuple[list[Result], Sequence[str]]], headers: Sequence[str]) -> str:
@@ -271,7 +275,7 @@ def table(result: Result) -> str:
 
 def overview(results: dict[str, Result]) -> str:
     """Geometric means of every suite: one table of whole trainers, one of LM heads."""
-    rows, origins = [], Origins()
+    rows, shown = [], {}
     for suite, work in WORK.items():
         for group, cases in by_group(results[suite]["cases"] if suite in results else []).items():
             label = GROUP_LABELS.get(group, group)
@@ -281,22 +285,19 @@ def overview(results: dict[str, Result]) -> str:
                 continue
             over_floor = format_mean(means[FLOOR], inverse=True)
             speedups = format_mean(means[LABELLED]), format_mean(means[STOCK])
-            rows.append([title, str(len(cases)), *speedups, over_floor, origins.cell(results[suite])])
-    headers = ["speedup of", "datasets", f"over {LABELLED}", f"over {STOCK}", "time relative to the floor", MEASURED_ON]
+            rows.append([title, str(len(cases)), *speedups, over_floor])
+            shown[title] = results[suite]
+    headers = ["speedup of", "datasets", f"over {LABELLED}", f"over {STOCK}", "time relative to the floor"]
     tables = [render(rows, headers)] if rows else []
     if "head" in results:
         groups = results["head"]["summary"]["groups"]
         peers = list(dict.fromkeys(peer for means in groups.values() for peer in means))
         rows = [
-            [
-                f"LM head, {group}",
-                *(format_mean(means.get(peer)) for peer in peers),
-                origins.cell(results["head"]),
-            ]
-            for group, means in groups.items()
+            [f"LM head, {group}", *(format_mean(means.get(peer)) for peer in peers)] for group, means in groups.items()
         ]
-        tables.append(render(rows, ["speedup over", *peers, MEASURED_ON]))
-    return "\n\n".join([*tables, wrap(origins.note())])
+        tables.append(render(rows, ["speedup over", *peers]))
+        shown["LM heads"] = results["head"]
+    return "\n\n".join([*tables, wrap(measured_on(shown))])
 
 
 def reasons_not_measured(result: Result) -> dict[str, str | None]:
@@ -347,21 +348,15 @@ def short_commit(commit: str) -> str:
     return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
 
 
-class Origins:
-    """Where the rows of a table were measured: a letter for each machine, explained below the table."""
-
-    def __init__(self) -> None:
-        self._letters: dict[str, str] = {}
-
-    def cell(self, result: Result) -> str:
-        """The letter and the commits of a run."""
-        letter = self._letters.setdefault(machine_of(result), chr(ord("A") + len(self._letters)))
-        return f"{letter}, {' and '.join(commits_of(result))}"
-
-    def note(self) -> str:
-        """What the letters stand for."""
-        machines = "; ".join(f"{letter} is {machine}" for machine, letter in self._letters.items())
-        return f"The last column has the machine and the commit of the measurement. {machines}."
+def measured_on(results: Mapping[str, Result]) -> str:
+    """Where the rows of a table, by their first cells, were measured: they are named if that is not one place."""
+    places: dict[str, list[str]] = {}
+    for row, result in results.items():
+        at = plural(len(commits_of(result)), "commit").partition(" ")[2]
+        places.setdefault(f"{machine_of(result)}, {at} {' and '.join(commits_of(result))}", []).append(row)
+    if len(places) == 1:
+        return f"Measured on {next(iter(places))}."
+    return " ".join(f"Measured on {place}: {', '.join(rows)}." for place, rows in places.items())
 
 
 SPEEDUP_ROWS = (  # suite, group, first column
@@ -376,36 +371,36 @@ SPEEDUP_ROWS = (  # suite, group, first column
 
 def speedups_table(results: dict[str, Result]) -> str:
     """At most six rows of speedups, and one paragraph that says what they are."""
-    rows, shown, of_rates, origins = [], [], {}, Origins()
+    rows, shown, of_rates = [], {}, {}
     for suite, group, label in SPEEDUP_ROWS:
         cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
         if not cases:
             continue
         means = results[suite]["summary"]["groups"].get(group, {})
         speedups = [_speedup(means.get(side)) for side in (LABELLED, STOCK, FLOOR)]
-        rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups, origins.cell(results[suite])])
-        shown.append(results[suite])
+        rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups])
+        shown[label] = results[suite]
         summaries = [results[suite]["summary"]["cases"][case["name"]] for case in cases]
         of_rates[label] = summaries, (LABELLED if LABELLED in means else STOCK, SUBJECT)
-    table = render(rows, ["speedup over", LABELLED, STOCK, f"the {FLOOR}", MEASURED_ON])
-    return f"{table}\n\n{wrap(_speedups_note(shown, origins))}\n\n{rates_table(of_rates, ['TRL', SUBJECT])}"
+    table = render(rows, ["speedup over", LABELLED, STOCK, f"the {FLOOR}"])
+    return f"{table}\n\n{wrap(_speedups_note(shown))}\n\n{rates_table(of_rates, ['TRL', SUBJECT])}"
 
 
 def _speedup(mean: Result | None) -> str:
     return "" if mean is None else f"{mean['value']:.1f}x{coverage(mean)}"
 
 
-def _speedups_note(results: list[Result], origins: Origins) -> str:
+def _speedups_note(results: Mapping[str, Result]) -> str:
     environments = {
         f"{result['cases'][0]['facts'].get('dtype', 'float32')} with torch {result['versions']['torch']} and "
         f"TRL {result['versions'].get('trl', 'not installed')}"
-        for result in results
+        for result in results.values()
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
         "every position; the first column makes it score labelled positions only, as it does on CUDA. TRL as shipped "
         "is timed for full fine-tuning, and for trainers that compute the same on CUDA. "
-        f"In {'; '.join(sorted(environments))}. {origins.note()} "
+        f"In {'; '.join(sorted(environments))}. {measured_on(results)} "
         "`make site` adds intervals, memory and every other table."
     )
 
