@@ -101,7 +101,14 @@ def fused_calls(workload):
     return {(TRAINER, role, "fused"): workload.steps for role in ("policy", "reference")}
 
 
-@pytest.mark.parametrize("options", [{}, LORA, dict(rl="ipo")], ids=["full", "lora", "ipo"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        LORA | dict(rl="ipo"),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ({}, LORA, dict(rl="ipo"))),
+    ],
+    ids=["ipo lora", "full", "lora", "ipo"],
+)
 def test_the_command_trains_fused_with_the_same_numbers(options, workload, train_both, record):
     stock, fused = train_both(lambda output: command(output, workload, **options), **OFFLINE)
     assert_same(stock, fused)
@@ -127,7 +134,11 @@ def test_the_plugin_trains_as_fastdpo_run_does(tmp_path):
     assert "off" not in report
 
 
-@pytest.mark.parametrize("options", [{}, dict(center_rewards_coefficient=0.1)], ids=["full", "centered"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(center_rewards_coefficient=0.1), pytest.param({}, marks=pytest.mark.thorough)],
+    ids=["centered", "full"],
+)
 def test_a_reward_model_trains_fused_with_the_same_numbers(options, workload, train_both, record):
     stock, fused = train_both(lambda output: reward_command(output, workload, **options), **OFFLINE)
     # After six steps on long rows, the stock head is 5.3e-6 of its norm from float64, and 5.8e-6 with eager attention.

@@ -58,7 +58,13 @@ def without_logits(run: Run) -> Run:
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [("dpo", {}), ("dpo", LORA), ("dpo", dict(pref_loss="simpo")), ("kto", {}), ("rm", {})],
+    [
+        pytest.param("dpo", {}, marks=pytest.mark.thorough),
+        ("dpo", LORA),
+        ("dpo", dict(pref_loss="simpo")),
+        ("kto", {}),
+        ("rm", {}),
+    ],
     ids=["dpo", "dpo-lora", "simpo", "kto", "rm"],
 )
 def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload, train_both, record):
@@ -73,7 +79,7 @@ def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload
     record("LLaMA-Factory", "llamafactory", f"llamafactory-cli train stage={stage} {changed}".strip(), stock, fused)
 
 
-@pytest.mark.parametrize("stage", ["dpo", "kto"])
+@pytest.mark.parametrize("stage", [pytest.param("dpo", marks=pytest.mark.thorough), "kto"])
 def test_processes_of_torchrun(stage, train_both):
     variables = dict(FORCE_TORCHRUN="1", NPROC_PER_NODE="2", PATH=f"{BIN}:/usr/bin:/bin")
     stock, fused = map(without_logits, train_both(lambda output: command(output, TINY, stage), **variables))

@@ -28,7 +28,7 @@ OTHER_MEANS = ("logits/chosen", "logits/rejected")
 
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "simpo")) for x in KINDS])
 def test_the_command_trains_fused_with_the_same_numbers(kind, options, workload, train_both, record):
     trainer, calls = KINDS[kind]
     stock, fused = train_both(
