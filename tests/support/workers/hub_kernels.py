@@ -69,7 +69,7 @@ CASES = {
 
 
 def write_repository(directory: Path) -> Path:
-    variant = directory / "build" / "torch-cpu"
+    variant = directory / "build" / "torch-universal"  # also for builds of torch for CUDA
     variant.mkdir(parents=True)
     (variant / "metadata.json").write_text(json.dumps(METADATA))
     (variant / "__init__.py").write_text("from . import layers\n")
