@@ -20,7 +20,7 @@ from benchmarks.machine import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "programs.json"
-COLUMNS = "program", "command", "largest difference", "stock / fastdpo"
+COLUMNS = "command", "largest difference", "stock / fastdpo"
 
 
 def ratio(row: dict[str, Any]) -> str:
@@ -29,14 +29,16 @@ def ratio(row: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """One row for each training, and a note about where it ran."""
+    """One row for each training, and a note about the versions of the programs and where they ran."""
     rows, shown = [], {}
+    versions = dict.fromkeys(f"{row['program']} {row['version']}" for row in results["rows"])
     for row in results["rows"]:
         command = f"`{row['command']}`"
-        rows.append((f"{row['program']} {row['version']}", command, f"{row['difference']:.1e}", ratio(row)))
+        rows.append((command, f"{row['difference']:.1e}", ratio(row)))
         shown[command] = row | {"cases": []}
     table = tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True)
-    return f"{table}\n\n{tables.wrap(tables.measured_on(shown))}"
+    note = f"Programs: {', '.join(versions)}. {tables.measured_on(shown)}"
+    return f"{table}\n\n{tables.wrap(note)}"
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
         "commit": commit(),
         "machine": machine.machine() | {"bfloat16": machine.bfloat16()},
     }
-    key = ("program", "version", "trl", "command")
+    key = ("program", "command")
     rows = {tuple(row[name] for name in key): row for row in results["rows"]}
     for path in sorted(directory.glob("*.json")):
         row = json.loads(path.read_text()) | origin

@@ -202,13 +202,17 @@ def gpu_table(result: Result) -> str:
     on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
     what = "A step without the optimizer, of 8 pairs, in bfloat16, and its speedup over TRL"
     note = f"{what}: {on}, {result['date'][:10]}."
-    of_rates = {}
+    of_rates, weights = {}, {}
     for name, x in result["summary"]["cases"].items():
+        model = name.partition(",")[0]
+        weights[model] = max(weights.get(model, 0), x["work"]["weights_bytes"])
         fastest = min(
             x["seconds"].keys() & {AUTO, *fixed}, key=lambda side, of=x["seconds"]: of[side]["value"], default=AUTO
         )
         of_rates[name] = [x], (STOCK, SUBJECT, fastest)
-    return f"{render(rows, headers)}\n\n{wrap(note)}\n\n{rates_table(of_rates, (STOCK, SUBJECT, 'the fastest choice'))}"
+    rates = rates_table(of_rates, (STOCK, SUBJECT, "the fastest choice"))
+    held = wrap(f"The weights take {' and '.join(f'{x / GIB:.2f} GiB ({model})' for model, x in weights.items())}.")
+    return "\n\n".join([render(rows, headers), wrap(note), rates, held])
 
 
 def rates_table(rows: Mapping[str, tuple[list[Result], Sequence[str]]], headers: Sequence[str]) -> str:
@@ -218,16 +222,12 @@ def rates_table(rows: Mapping[str, tuple[list[Result], Sequence[str]]], headers:
         rows: by first column, the summaries of its cases and the sides of its columns.
         headers: of the columns.
     """
-    cells = []
-    for label, (summaries, sides) in rows.items():
-        held = max(x["work"]["weights_bytes"] for x in summaries) / GIB
-        cells.append([label, *(_rates(summaries, side) for side in sides), f"{held:.2f}"])
-    note = (
-        "Real tokens a second, without padding, and with a shared prompt in each of its rows; where the device's peak "
-        "is known, model FLOPs utilization, which shared prompts raise (`model_flops` in `benchmarks/rates.py`); and "
-        "the largest peak of memory next to the weights."
-    )
-    return f"{render(cells, ['', *headers, 'GiB of weights'])}\n\n{wrap(note)}"
+    cells = [[label, *(_rates(summaries, side) for side in sides)] for label, (summaries, sides) in rows.items()]
+    note = "Real tokens a second, without padding, and with a shared prompt in each of its rows; "
+    if any(x["utilization"] for summaries, _ in rows.values() for x in summaries):
+        note += "model FLOPs utilization, which shared prompts raise (`model_flops` in `benchmarks/rates.py`); "
+    note += "and the largest peak of memory next to the weights."
+    return f"{render(cells, ['', *headers])}\n\n{wrap(note)}"
 
 
 def _rates(summaries: list[Result], side: str) -> str:
@@ -397,9 +397,8 @@ def _speedups_note(results: Mapping[str, Result]) -> str:
         for result in results.values()
     }
     return (
-        "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
-        "every position; the first column makes it score labelled positions only, as it does on CUDA. TRL as shipped "
-        "is timed for full fine-tuning, and for trainers that compute the same on CUDA. "
+        "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. TRL as shipped is timed for "
+        "full fine-tuning, and for trainers that compute the same on CUDA. "
         f"In {'; '.join(sorted(environments))}. {measured_on(results)} "
         "`make site` adds intervals, memory and every other table."
     )

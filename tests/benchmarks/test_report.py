@@ -225,7 +225,11 @@ def test_the_table_of_a_gpu_compares_what_was_decided_with_the_best_choice(resul
     sides = {name: samples(x, x) | {"status": "measured"} for name, x in seconds.items()}
     cases = [{"name": "a case", "group": "0.5B", "facts": {}, "workload": WORKLOAD, "sides": sides}]
     on_gpu = result | {"suite": "step", "cases": cases, "machine": {"accelerator": "a GPU"}}
-    row = cells(tables.gpu_table(on_gpu | {"summary": summarize(on_gpu)}), "a case")
+    summary = summarize(on_gpu)
+    summary["cases"]["a case"]["work"]["weights_bytes"] = 3 << 29
+    text = tables.gpu_table(on_gpu | {"summary": summary})
+    assert text.endswith("The weights take 1.50 GiB (a case).")
+    row = cells(text, "a case")
     assert row[1:6] == ["8.00 s", "2.20 s, 3.64x", "1.10", "4.00 s, 2.00x", "2.00 s, 4.00x"]
 
 
