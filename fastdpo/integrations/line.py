@@ -11,28 +11,23 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import nn
 
-from ..logs import logger, report
+from ..logs import report
 from ..models import forward
 from ..models.batch import as_current
-from ..models.calls import calls_line
-from ..models.identity.structure import is_training
 from ..models.parts import find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
-from ..models.running import pace
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, MakeOutput, state_of
-from ..ops import memory
 from ..reasons import Reason
-from . import switching
+from . import switching, training_events
 from .admission.signatures import arguments_of, attribute_of, parameters_of, signature_difference
 from .admission.tested_code import code_of, code_relied_on, differing
 from .admission.versions import installed_version
-from .bypass import STATE, leave_unpatched, report_skipped_init, unused_reason
+from .bypass import STATE, leave_unpatched, report_skipped_init
 from .collating import packing_batches
 from .options import PatchOptions
 from .replacements import Replacements, temporarily
@@ -40,14 +35,11 @@ from .scored_rows import ScoredRows
 from .trainer_state import TrainerState
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerCallback
+    from transformers import PreTrainedModel
 
 _CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
 """The function in which a trainer of transformers creates its accelerator, the last step before
 models are prepared."""
-
-DECIDED = "fastdpo: compiled layers"
-"""The part of a trainer's state that says what was decided (see `pace.Training.settled`)."""
 
 
 class TrainerLine:
@@ -216,19 +208,6 @@ class TrainerLine:
         """The policy among the models of a trainer, or `trainer.model` where the line is not told its models."""
         return self.models(trainer).get("policy", getattr(trainer, "model", None))
 
-    def first_step(self, trainer: Any) -> None:
-        """Says, in the first step of a training, that its policy has had no call to fuse. One that has fallen back
-        counts, since it has reported its own reason. A trainer without callbacks of transformers calls this at its
-        first log.
-        """
-        state = self.state_of(trainer)
-        if not state.has_stepped:
-            state.has_stepped = True
-            if not forward.was_trained(self.policy(trainer), self.name):
-                relied_on = (*self.relies_on, *getattr(self.cutting, "relies_on", ()))
-                functions = dict.fromkeys((*self.expected_parameters(), *relied_on))
-                self.unused(trainer, unused_reason(trainer, self.trainer_class(), functions))
-
     def noting(self, trainer: Any, model: Any) -> Any:
         """The model that a trainer's loss calls: while its steps are cut, one that notes or knows its scores."""
         budget = getattr(self.state_of(trainer), "budget", None)
@@ -291,65 +270,7 @@ class TrainerLine:
             self.budget.attach(trainer)
         self.prepare(trainer)
         if hasattr(trainer, "add_callback"):
-            trainer.add_callback(self._watching(trainer))
-
-    def _watching(self, trainer: Any) -> TrainerCallback:
-        """A callback that has the line follow each step of a trainer, and check it before its weights change."""
-        reference = weakref.ref(trainer)  # which holds the callback
-
-        def of_trainer(event: Callable[[Any, Any], None]) -> Callable[..., None]:
-            def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                trainer = reference()  # another one may be given its callbacks
-                if trainer is not None and trainer.args is args and self.state_of(trainer) is not None:
-                    event(trainer, state)
-
-            return call
-
-        return callback(
-            on_train_begin=of_trainer(self._begin_training),
-            on_step_begin=of_trainer(self._begin_step),
-            on_pre_optimizer_step=of_trainer(self._end_step),
-            on_log=of_trainer(self._log_once),
-            on_train_end=of_trainer(self._log_calls),
-        )
-
-    def _begin_training(self, trainer: Any, progress: Any) -> None:
-        """Has the trainer's checkpoints hold what is decided in a training."""
-        state = self.state_of(trainer)
-        state.first_step = progress.global_step + 1
-        state.training = pace.begin(progress.stateful_callbacks.setdefault(DECIDED, {}))
-
-    def _begin_step(self, trainer: Any, progress: Any) -> None:
-        """Says how many steps are left, and prepares the models of a trainer that another one has prepared since, which
-        may train in a callback.
-        """
-        state = self.state_of(trainer)
-        state.training.done = progress.global_step + 1 - state.first_step
-        state.training.left = progress.max_steps - progress.global_step
-        if state.budget is not None:
-            state.budget.start_step()
-        if any(state_of(base) is not fused() for base, fused in state.forwards.items()):
-            self.prepare(trainer)
-        if not state.has_stepped:
-            forward.begin_step(self.policy(trainer), self.name)
-
-    def _end_step(self, trainer: Any, progress: Any) -> None:
-        budget = self.state_of(trainer).budget
-        if budget is not None:
-            budget.require_batches()
-        self.first_step(trainer)
-
-    def _log_once(self, trainer: Any, progress: Any) -> None:
-        state = self.state_of(trainer)
-        if progress.global_step >= state.first_step and not state.has_logged:
-            state.has_logged = True
-            self._log_calls(trainer, progress, ends=False)
-
-    def _log_calls(self, trainer: Any, progress: Any, ends: bool = True) -> None:
-        """Logs how many calls of a trainer took which path, how many tokens were computed, and memory at the end."""
-        counted = calls_line(self.name, self.state_of(trainer).before)
-        for each in (counted, *(memory.lines() if ends else ())) if counted and progress.is_world_process_zero else ():
-            logger.info(each)
+            trainer.add_callback(training_events.watching(self, trainer))
 
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Makes the transformers model in a model score batches."""
@@ -399,9 +320,8 @@ class TrainerLine:
         self.budget = None if self.cutting is None else self.cutting.with_line(self)
         if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):  # a trainer of transformers
             self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
-            self.wrap("training_step", self._training_step)
-            self.wrap("_inner_training_loop", self._train)
-            self.wrap("evaluation_loop", self._evaluate)
+            for name, function in training_events.FUNCTIONS.items():
+                self.wrap(name, functools.partial(function, self))
 
     def disable(self) -> None:
         """Restores the trainer class, and the trainers that were created since `enable`, with their models."""
@@ -417,10 +337,9 @@ class TrainerLine:
         switching.uninstall_unused()
 
     def _init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if self._belongs_to_another(trainer):
+        if not self._takes(trainer):
             stock(trainer, *args, **kwargs)
             return
-        self._trainers[id(trainer)] = trainer
         reason = self.disabled_reason(arguments_of(stock, trainer, *args, **kwargs))
         with temporarily(self, creating=trainer):
             if reason is not None:
@@ -432,74 +351,31 @@ class TrainerLine:
         self.attach(trainer)
 
     def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
-        if self._belongs_to_another(trainer):
+        if not self._takes(trainer):
             stock(trainer)
             return
-        self._trainers[id(trainer)] = trainer
         report_skipped_init(trainer, self.name, self.trainer_class())
         stock(trainer)
         self.prepare(trainer)
 
-    def _train(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """A training, before an engine wraps its models."""
-        self._attach_copy(trainer)
-        state = self.state_of(trainer)
-        if state is None:
-            return stock(trainer, *args, **kwargs)
-        state.has_stepped = False
-        self.prepare(trainer)
-        resumed = state.forwards.values() if kwargs.get("resume_from_checkpoint") else ()
-        for fused in filter(None, (find() for find in resumed)):
-            fused.audited.clear()
-        try:
-            return stock(trainer, *args, **kwargs)
-        finally:
-            pace.end()
-
-    def _evaluate(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._attach_copy(trainer)
-        self.prepare(trainer)
-        return stock(trainer, *args, **kwargs)
-
-    def _attach_copy(self, trainer: Any) -> None:
+    def attach_copy(self, trainer: Any) -> None:
         """Gives a copy of a trainer, or a trainer that was loaded, a state of its own."""
         if vars(trainer).get(STATE) == self.name:
             self._trainers[id(trainer)] = trainer
             vars(trainer)[STATE] = TrainerState(name=self.name)
             self.attach(trainer)
 
-    def _training_step(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's function. It sets the mode of each module of the model, which usually is set already."""
-        modules = () if self.state_of(trainer) is None else model.modules()
-        base = next((x for x in modules if x in MODELS and "train" not in vars(x)), None)
-        with nullcontext() if base is None else temporarily(base, train=MethodType(_set_mode, base)):
-            return stock(trainer, model, *args, **kwargs)
-
     def _call_if_patched(self, method: Callable, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the line in the place of the stock function, unless a trainer is not patched by it."""
         function = stock if self.state_of(trainer) is None else functools.partial(method, stock)
         return function(trainer, *args, **kwargs)
 
-    def _belongs_to_another(self, trainer: Any) -> bool:
-        """Whether the line of a subclass has given a trainer its state, or has left it unpatched."""
-        return STATE in vars(trainer) and id(trainer) not in self._trainers
-
-
-def callback(**events: Callable[..., None]) -> TrainerCallback:
-    """A callback with these functions of a trainer's arguments, state and control, by the names of their events. A copy
-    of it, or a pickle, does nothing.
-
-    transformers is imported when the first one is made.
-    """
-    from transformers import TrainerCallback
-
-    functions: dict[str, Any] = {name: staticmethod(x) for name, x in events.items()}
-    functions["__reduce__"] = lambda self: (TrainerCallback, ())
-    return type("FastDPOCallback", (TrainerCallback,), functions)()
-
-
-def _set_mode(model: PreTrainedModel, mode: bool = True) -> Any:
-    return model if mode and is_training(model) else type(model).train(model, mode)
+    def _takes(self, trainer: Any) -> bool:
+        """Takes a trainer, unless the line of a subclass has given it its state, or has left it unpatched."""
+        if STATE in vars(trainer) and id(trainer) not in self._trainers:
+            return False
+        self._trainers[id(trainer)] = trainer
+        return True
 
 
 def _special_ids(processing_class: Any) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...checks import suggested
 from ...data.files import load_preferences
 from ...integrations.collating import CollatedBatch, with_layout
-from ...integrations.line import callback
 from ...integrations.patching import patched
+from ...integrations.training_events import callback
 from ...models import calls, forward
 from ...models.examine import gradients
 from ...models.parts import backbone, base_of

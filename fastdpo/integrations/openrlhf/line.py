@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from ...models import forward
 from ...reasons import Reason
 from ..line import TrainerLine
+from ..training_events import first_step, train
 
 
 class OpenRLHFLine(TrainerLine):
@@ -17,7 +19,7 @@ class OpenRLHFLine(TrainerLine):
 
     def replace(self) -> None:
         super().replace()
-        self.wrap("fit", self._train)
+        self.wrap("fit", functools.partial(train, self))
 
     def fuses(self, trainer: Any, model: Any) -> bool:
         """Not under the strategy of some trainers, and not for models of which all calls fall back: the trainer's own
@@ -31,7 +33,7 @@ class OpenRLHFLine(TrainerLine):
         return reason is None
 
     def save_logs_and_checkpoints(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        self.first_step(trainer)
+        first_step(self, trainer)
         stock(trainer, *args, **kwargs)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 import fastdpo
-from fastdpo.integrations.line import DECIDED
+from fastdpo.integrations.training_events import DECIDED
 from fastdpo.models.running import compiled, pace
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.copies import set_newer
