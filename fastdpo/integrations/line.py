@@ -325,7 +325,7 @@ class TrainerLine:
 
     def disable(self) -> None:
         """Restores the trainer class, and the trainers that were created since `enable`, with their models."""
-        self.replacements.undo()
+        self.replacements.close()
         self._patched_class = None
         for trainer in list(self._trainers.values()):
             state = self.state_of(trainer)

@@ -10,17 +10,16 @@ from typing import Any
 _INHERITED = object()
 
 
-class Replacements:
-    """Attributes that are replaced until `undo` is called."""
-
-    def __init__(self) -> None:
-        self._undo = ExitStack()
+class Replacements(ExitStack):
+    """Attributes that are replaced until `close` is called, which restores the last one first. More can be put into it
+    afterwards.
+    """
 
     def put(self, owner: object, name: str, replacement: object) -> None:
         """Sets an attribute of a class, a module or an object. An inherited attribute
-        is inherited again after `undo`, and one that other code has deleted since stays deleted.
+        is inherited again after `close`, and one that other code has deleted since stays deleted.
         """
-        self._undo.callback(_restore, owner, name, vars(owner).get(name, _INHERITED))
+        self.callback(_restore, owner, name, vars(owner).get(name, _INHERITED))
         setattr(owner, name, replacement)
 
     def wrap(self, owner: Any, name: str, function: Callable) -> None:
@@ -39,14 +38,6 @@ class Replacements:
             return function(stock, *args, **kwargs)
 
         self.put(owner, name, replacement)
-
-    def on_undo(self, function: Callable[[], object]) -> None:
-        """Has a function called by `undo`, which undoes something else than an attribute."""
-        self._undo.callback(function)
-
-    def undo(self) -> None:
-        """Restores all attributes, the last one first."""
-        self._undo.close()
 
 
 def _restore(owner: object, name: str, before: object) -> None:

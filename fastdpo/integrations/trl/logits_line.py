@@ -50,7 +50,7 @@ class LogitsLine(TrainerLine):
             scores = {"labels": state.running, "fused_lm_head": support.wrapping_reason(module) or True}
             return None if state.running is None else (args, {**kwargs, **scores})
 
-        self.replacements.on_undo(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
+        self.replacements.callback(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
 
     def replace(self) -> None:
         replace_functions(self.replacements, self.module())

@@ -88,7 +88,7 @@ class StepBudget:
         """Begins a step. A training that was stopped within one may have left its position."""
         self._batches, self._position, self._loss, self._has_batches = [], 0, None, False
         self._is_decided = False
-        self._handed_back.undo()
+        self._handed_back.close()
 
     def training_step(self, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
         """Takes a batch of a step. The last one of the step trains on all that were taken.
@@ -162,7 +162,7 @@ class StepBudget:
         """Has the trainer's own steps train on the batches that were taken, when the next one comes."""
 
         def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            self._handed_back.undo()
+            self._handed_back.close()
             batches, self._batches = self._batches, []
             loss = self.loss_since() + self._train_uncut(batches, ends_step=False)
             return loss + self._trainer.training_step(model, *args, **kwargs)
