@@ -7,7 +7,7 @@ in which positions begin at zero with each of them. Either way the chosen rows c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..scored_rows import Inputs
 
+T = TypeVar("T")
 _TAKEN = {"input_ids", "attention_mask", "labels", "position_ids"}
 _DERIVED = {"text_position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 """Entries that say again where the rows of a joined batch begin."""
@@ -107,3 +108,11 @@ class OutputOfRows:
             logits = logits[:, -logits_to_keep:]
         output.logits = logits
         return output
+
+
+def from_logits(stock: Callable[[Any], T], model: Any, inputs: Any, padding_free: bool = False) -> Callable[[Any], T]:
+    """A stock function as `score` takes it, which is called with the model if no call was made, and otherwise with a
+    function that returns the output of these padded rows. It gets the logits of the batch, with its rows joined if it
+    has them so.
+    """
+    return lambda called: stock(called if called is model else OutputOfRows(called, inputs, padding_free))

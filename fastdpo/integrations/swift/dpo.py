@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from ...models.calls import counting_calls_as
-from ..scored_rows import ScoredRows
+from ..scored_rows import ScoredRows, score
+from .batches import from_logits
 from .line import SCORES, SwiftLine
 
 
@@ -24,16 +25,15 @@ class SwiftDPOLine(SwiftLine):
     ) -> dict[str, Any]:
         if not self.fuses(trainer, model):
             return stock(trainer, model, batch, is_ref_model)
+
+        def of_model(called: Any) -> dict[str, Any]:
+            return stock(trainer, called, batch, is_ref_model)
+
+        padding_free = trainer.template.padding_free
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
         results = functools.partial(_results, None if is_ref_model else trainer.args.ld_alpha)
         with counting_calls_as("reference") if is_ref_model else nullcontext():
-            return self.score_rows(
-                model,
-                inputs,
-                results,
-                lambda called: stock(trainer, called, batch, is_ref_model),
-                padding_free=trainer.template.padding_free,
-            )
+            return score(model, self.name, inputs, results, from_logits(of_model, model, inputs, padding_free))
 
 
 def _results(ld_alpha: float | None, rows: ScoredRows) -> dict[str, Any]:

@@ -6,8 +6,7 @@ ms-swift has its state before functions of TRL run, so the line of TRL's own tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -17,12 +16,9 @@ from ...models.batch import inputs_once
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..options import liger_reason
-from ..scored_rows import Inputs, ScoredRows, score
+from ..scored_rows import Inputs
 from ..trl.reward import RewardLine
-from .batches import OutputOfRows, inputs_of
-
-T = TypeVar("T")
-
+from .batches import inputs_of
 
 SCORES = ("get_per_token_logps", "_packed_sequence_sum", "get_cu_seqlens", "prepare_logits_to_keep")
 """What the functions that score batches call in ms-swift."""
@@ -50,23 +46,6 @@ class SwiftLine(TrainerLine):
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
         options = dict(padding_free=trainer.template.padding_free, router_logits=router_logits)
         return inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(batch, **options))
-
-    def score_rows(
-        self,
-        model: Any,
-        inputs: Inputs | Reason,
-        results: Callable[[ScoredRows], T],
-        stock: Callable[[Any], T],
-        *,
-        padding_free: bool,
-    ) -> T:
-        """`score`, whose stock function gets the logits of the batch, with its rows joined if it has them so."""
-
-        def from_logits(called: Any) -> T:
-            # Called with the model if no call was made, and with the output of padded rows otherwise.
-            return stock(called if called is model else OutputOfRows(called, cast(Inputs, inputs), padding_free))
-
-        return score(model, self.name, inputs, results, from_logits)
 
     def prepared_reason(self, trainer: Any) -> Reason | None:
         from transformers import PreTrainedModel

@@ -16,7 +16,9 @@ from packaging.specifiers import SpecifierSet
 from ...reasons import Reason
 from ..admission.versions import unsupported_version_reason
 from ..bypass import is_overridden
+from ..scored_rows import score
 from ..trl.reference_free import results_of
+from .batches import from_logits
 from .line import SwiftLine
 
 _TRL = ">=0.28,<0.30"
@@ -43,10 +45,5 @@ class SwiftReferenceFreeLine(SwiftLine):
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
         if is_overridden(trainer, self.trainer_class(), ("get_batch_loss_metrics",)):
             inputs = Reason("may-read-logits", function=f"{type(trainer).__name__}.get_batch_loss_metrics")
-        return self.score_rows(
-            model,
-            inputs,
-            lambda rows: results_of(self, trainer, rows.mask, rows),
-            lambda called: stock(trainer, called, batch),
-            padding_free=False,
-        )
+        of_logits = from_logits(lambda called: stock(trainer, called, batch), model, inputs)
+        return score(model, self.name, inputs, lambda rows: results_of(self, trainer, rows.mask, rows), of_logits)
