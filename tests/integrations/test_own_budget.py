@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 import fastdpo
 from fastdpo.integrations import line, outcomes
 from fastdpo.integrations.bypass import STATE
+from fastdpo.integrations.trl.max_tokens.budget import Budget
 from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
-from fastdpo.integrations.trl.max_tokens.padded_budget import PaddedBudget
 from fastdpo.integrations.trl.max_tokens.steps import StepBudget
 from fastdpo.models import calls as counters
 from fastdpo.ops import memory
@@ -258,7 +258,7 @@ def test_what_runs_out_of_memory_in_the_batches_of_trl_is_an_error(tmp_path, mon
 
 
 def test_no_micro_batch_has_more_tokens_than_the_largest_padded_batch_so_far(tmp_path, monkeypatch):
-    stock, count = PaddedBudget.padded_tokens, counters.count_tokens
+    stock, count = Budget.padded_tokens, counters.count_tokens
     padded, packed, of_calls = [], [], []
 
     def padded_tokens(self, batch):
@@ -267,7 +267,7 @@ def test_no_micro_batch_has_more_tokens_than_the_largest_padded_batch_so_far(tmp
         assert stock(self, batch) == padded[-1]
         return padded[-1]
 
-    monkeypatch.setattr(PaddedBudget, "padded_tokens", padded_tokens)
+    monkeypatch.setattr(Budget, "padded_tokens", padded_tokens)
     monkeypatch.setattr(
         counters, "count_tokens", lambda *args: (of_calls.append((args[-1], max(padded or [10**9]))), count(*args))
     )

@@ -30,8 +30,7 @@ from . import context_parallel, precompute
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .max_tokens import dealing
-from .max_tokens.budget import STEPS
-from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.budget import STEPS, Budget
 from .max_tokens.steps import Batch
 from .models import reference_logps
 
@@ -58,7 +57,7 @@ PAIRS: dict[str, Any] = dict(
     entries=frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES}),
     uncuttable=uncuttable,
 )
-"""How their steps are cut (see `PaddedBudget`)."""
+"""How their steps are cut (see `Budget`)."""
 
 
 class RewrittenDPOLine(TrainerLine):
@@ -185,7 +184,7 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = MappingProxyType({"compute_ref_log_probs": ["self", "model", "inputs"]})
     images = True
     options_rely_on: ClassVar = {**RewrittenDPOLine.options_rely_on, "cp_size": context_parallel.RELIES_ON}
-    cutting = PaddedBudget(**PAIRS, fields=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
+    cutting = Budget(**PAIRS, fields=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
 
     def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         return super().request(trainer, role)._replace(sequence_group=self._sequence_group())

@@ -35,8 +35,7 @@ from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
 from .fused_head import FusedHeadLine
 from .gathering import in_float32
-from .max_tokens.budget import STEPS
-from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.budget import STEPS, Budget
 from .max_tokens.steps import Batch, on_device
 from .models import reference_of
 
@@ -50,7 +49,7 @@ _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 
 @dataclass(kw_only=True, eq=False)
-class KTOBudget(PaddedBudget):
+class KTOBudget(Budget):
     """How steps are cut."""
 
     def reason_on_ranks(self, trainer: KTOTrainer) -> str | None:

@@ -23,7 +23,7 @@ from ..options import liger_reason
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
 from .fused_logits import replace_functions
-from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.budget import Budget
 from .max_tokens.steps import Scores
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class LogitsLine(TrainerLine):
     """The line of such a trainer."""
 
-    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        return liger_reason(arguments.get("args"))
-
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return LOGGED_STATISTICS
+
+    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
+        return liger_reason(arguments.get("args"))
 
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Has the calls of the model given the labels of the batch that is being scored."""
@@ -79,7 +79,7 @@ class LogitsLine(TrainerLine):
 
 
 @dataclass(kw_only=True, eq=False)
-class LogitsBudget(PaddedBudget):
+class LogitsBudget(Budget):
     """How the steps of such a trainer are cut."""
 
     def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:

@@ -13,7 +13,7 @@ from ..collating import REPLACED
 from ..line import TrainerLine
 from .dpo import RELIES_ON
 from .gathering import of_all_ranks
-from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.budget import Budget
 
 
 def uncuttable(trainer: Any) -> str | None:
@@ -26,7 +26,7 @@ def uncuttable(trainer: Any) -> str | None:
 class RewardLine(TrainerLine):
     replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
-    cutting = PaddedBudget(
+    cutting = Budget(
         relies_on=RELIES_ON,
         rows_of_unit=2,
         columns=COLUMNS[1:],

@@ -11,8 +11,7 @@ from typing import Any
 from ...reasons import Reason
 from ..collating import REPLACED
 from .fused_head import FusedHeadLine
-from .max_tokens.budget import STEPS
-from .max_tokens.padded_budget import PaddedBudget
+from .max_tokens.budget import STEPS, Budget
 
 
 def uncuttable(trainer: Any) -> str | None:
@@ -24,7 +23,7 @@ def uncuttable(trainer: Any) -> str | None:
 class SFTLine(FusedHeadLine):
     replaced = ("compute_loss", *REPLACED)
     # The loss of a step is a sum over its tokens, which the trainer divides by their number in all of its batches.
-    cutting = PaddedBudget(
+    cutting = Budget(
         relies_on=(*STEPS, "compute_loss", ":DataCollatorForLanguageModeling.torch_call"),
         is_sum=True,
         entries=frozenset({"input_ids", "attention_mask", "labels"}),

@@ -2,7 +2,6 @@
 
     budget.py          the part of a line by which its trainers' steps are cut
     steps.py           the steps of one trainer: collects their batches, and has TRL log the numbers of its own
-    padded_budget.py   the batches of trainers whose collators pad them
     planning.py        cuts units, which are rows or groups of rows, into micro-batches
     learned_tokens.py  "own" and "auto": how many tokens a micro-batch may have
     dealing.py         deals pairs to the ranks

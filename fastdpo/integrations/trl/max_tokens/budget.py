@@ -11,18 +11,25 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ....logs import logger, warn
 from ....models import forward
+from ....models.parts import base_of
+from ....packing import IGNORE_INDEX
 from ....reasons import Reason
-from .refusals import engine_reason, require_supported, say_kept, unsupported_reason, user_code_reason
-from .steps import Batch, Scores, StepBudget
+from ...collating import with_layout
+from ...scored_rows import merged
+from .dealing import deal
+from .refusals import engine_reason, require_supported, say_kept, unsupported_reason, user_code_reason, width_reason
+from .steps import Batch, Scores, StepBudget, on_device
 
 if TYPE_CHECKING:
     from ...line import TrainerLine
@@ -34,18 +41,29 @@ STEPS = (
     *(f"accelerate.accelerator:Accelerator.{name}" for name in ("backward", "no_sync")),
 )
 """The functions that make steps of batches (see `Budget.relies_on`)."""
+_PADDING = {"attention_mask": 0, "completion_mask": 0, "labels": IGNORE_INDEX}
+"""The values of entries of a batch behind the last token of a row that is real or has a label. A collator may leave
+tokens with labels out of its attention mask, such as the end of a row whose id is that of padding.
+"""
 
 
 @dataclass(kw_only=True, eq=False)
 class Budget:
     """How the steps of a trainer are cut. Its line names it as `cutting`.
 
-    A trainer defines its units. `with_line` gives those that its line cuts while it is patched.
+    A trainer defines its units. By default, they are those of batches that a collator has padded: `input_ids` and
+    `attention_mask`, [R, L] each. The host reads such batches once, and packs the micro-batches from there while the
+    device computes. `with_line` gives the budget by which a line cuts steps while it is patched.
 
     Attributes:
         relies_on: the functions that it relies on. In a newer version in which they have other code, batches are kept.
         rows_of_unit: the number of rows that stay together. Batches have the first rows of all units first.
         is_sum: whether the loss of units is the same in any batch. Otherwise that of a batch is the mean over them.
+        columns: of the dataset, by the tokens of which its units are dealt to the ranks. Without any, they are not.
+        entries: that a batch may have. Those of a name with a prefix have the width of the mask with this prefix.
+        fields: of the output of the model, that TRL's loss reads. Those that it may not have requested are None.
+        scores: of a row, their number. None: one for each token but the first.
+        added: further entries of the joined units, from these and the sizes of their batches.
         uncuttable: what of a trainer keeps its units from weighing the same in any micro-batch, or None.
         line: that has it.
     """
@@ -55,6 +73,11 @@ class Budget:
     relies_on: tuple[str, ...]
     rows_of_unit: int = 1
     is_sum: bool = False
+    columns: tuple[str, ...] = ()
+    entries: frozenset[str] = frozenset()
+    fields: tuple[str, ...] = ()
+    scores: int | None = None
+    added: Callable[[Batch, list[int]], Batch] = lambda joined, sizes: {}
     uncuttable: Callable[[Any], str | None] = lambda trainer: None
     line: TrainerLine = field(init=False)
 
@@ -66,23 +89,32 @@ class Budget:
 
     def size(self, batch: Batch) -> int:
         """The number of units of a batch."""
-        raise NotImplementedError
+        return len(batch["input_ids"]) // self.rows_of_unit
 
     def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
-        """The N units of some batches in one."""
-        raise NotImplementedError
+        """The N units of some batches in one. Entries of tokens are [N, rows of a unit, L]."""
+        unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
+        require_supported(unknown and f"batches with {unknown}")
+        units = ({name: self.units(x.cpu()) for name, x in batch.items()} for batch in batches)
+        joined = merged(*units, padding=self.line.padding(trainer) or 0)
+        is_empty = any(not x.any(-1).all() for name, x in joined.items() if name.endswith("attention_mask"))
+        require_supported("rows whose attention mask is 0" if is_empty else None)
+        width = joined["input_ids"].shape[-1]  # of which micro-batches may have less
+        require_supported(width_reason(base_of(trainer.model, "max_tokens"), width))
+        return joined | self.added(joined, [*map(self.size, batches)])
 
     def tokens(self, joined: Batch) -> list[list[NDArray[np.int64]]]:
         """The tokens of the rows of each unit."""
-        raise NotImplementedError
+        ids, real = (joined[name].numpy() for name in ("input_ids", "attention_mask"))
+        return [[row[mask != 0] for row, mask in zip(*unit, strict=True)] for unit in zip(ids, real, strict=True)]
 
     def width(self, batch: Batch) -> int:
         """That of the scores of a batch."""
-        raise NotImplementedError
+        return self.scores or batch["input_ids"].shape[1] - 1
 
     def padded_tokens(self, batch: Batch) -> int:
         """Those of a batch with its padding, in the call that has most."""
-        raise NotImplementedError
+        return max(x.numel() for name, x in batch.items() if name.endswith("input_ids"))
 
     def score_without_gradients(
         self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]
@@ -91,7 +123,21 @@ class Budget:
 
     def micro_batch(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
         """The batch that is trained on for some of the joined units."""
-        raise NotImplementedError
+        batch = with_layout(self.picked(trainer, joined, units), self.line.groups, self.line.padding(trainer))
+        return on_device(batch, trainer.accelerator.device)
+
+    def picked(self, trainer: Any, joined: Batch, units: Tensor) -> Batch:
+        """Some of the joined units, in a batch that is as narrow as their rows are."""
+        batch = {name: self.rows(x[units]) for name, x in joined.items()}
+        padding = _PADDING | {"input_ids": self.line.padding(trainer)}
+        for prefix in ("", "KL_"):
+            names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
+            known = [(f"{prefix}{name}", x) for name, x in padding.items() if x is not None]
+            needed = [batch[name] != x for name, x in known if name in names]
+            if needed:
+                width = int(torch.stack(needed).any(0).any(0).nonzero().max()) + 1
+                batch |= {name: batch[name][:, :width] for name in names}
+        return batch
 
     def weight(self, trainer: Any, batch: Batch) -> float:
         """The weight of each unit of a batch in a step: that of a mean over the units of the batch, in a mean over the
@@ -111,12 +157,13 @@ class Budget:
         """Why one of several ranks cannot decide by itself whether its steps are cut, or None."""
 
     def scores_of(self, trainer: Any, output: Any, length: int) -> Scores:
-        """What TRL's loss reads of the output of the model for rows of this length."""
-        raise NotImplementedError
+        """What TRL's loss reads of the model's output for rows of this length, without an adapter's virtual tokens."""
+        read = {name: getattr(output, name) for name in self.fields}
+        return {name: x[:, 1 - length :] for name, x in read.items() if x is not None}
 
     def output_of(self, known: Scores) -> Any:
         """The output of a model with known scores."""
-        raise NotImplementedError
+        return SimpleNamespace(**known)
 
     # What all of them do.
 
@@ -166,6 +213,8 @@ class Budget:
 
     def deal(self, trainer: Any, loader: Any) -> None:
         """Has a loader of one of several ranks deal the units of all of them by their tokens, if that is supported."""
+        if self.columns and not self.is_own and trainer.accelerator.num_processes > 1:
+            deal(loader, self.columns, trainer.args.gradient_accumulation_steps)
 
     def _user_code_reason(self, trainer: Any, model: nn.Module) -> str | None:
         return user_code_reason(trainer, _models(trainer, model), self.line.trainer_class())
