@@ -58,6 +58,7 @@ class TrainerLine:
             have other code, the trainer does without it.
         replaced: the functions of the class or of its module that methods of the line with these names replace, for
             trainers that are patched. A method has the parameters of the function, with the stock function in front.
+        logged: the statistics of the policy's tokens, next to their log-probabilities (see `ops.linear_logps`).
         rewards: how the trainer's model scores rows, if it is a reward model.
         cutting: the `trl.max_tokens.budget.Budget` by which `max_tokens` cuts the trainer's steps, or None.
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
@@ -74,6 +75,7 @@ class TrainerLine:
     relies_on: ClassVar[tuple[str, ...]] = ()
     options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
+    logged: ClassVar[tuple[str, ...]] = ()
     rewards: ClassVar[RewardHead | None] = None
     cutting: ClassVar[Any] = None
 
@@ -130,8 +132,8 @@ class TrainerLine:
         stock(trainer, *args, **kwargs)
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
-        """The statistics of the policy's tokens, next to their log-probabilities (see `ops.linear_logps`)."""
-        return ()
+        """`logged`, and what else the policy of a trainer needs."""
+        return self.logged
 
     def padding(self, trainer: Any) -> int | None:
         """The id of padding, if the trainer trains a reward model, which scores the last token with another one."""

@@ -35,15 +35,14 @@ _KERNELS = dict(liger_kernel="Liger", unsloth="Unsloth", unsloth_compiled_cache=
 class FactoryLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
 
+    logged = ("mean_logits",)
+
     parameters = MappingProxyType(
         {"__init__": ["self", "model", "ref_model", "finetuning_args", "processor", "disable_dropout", "kwargs"]}
     )
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return replaced_kernels(arguments.get("args"), *_models(arguments).values())
-
-    def statistics(self, trainer: Any) -> tuple[str, ...]:
-        return ("mean_logits",)
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         for role, model in _models(arguments_of(stock, trainer, *args, **kwargs)).items():

@@ -27,8 +27,7 @@ SCORES = ("get_per_token_logps", "_packed_sequence_sum", "get_cu_seqlens", "prep
 class SwiftLine(TrainerLine):
     """One trainer line of ms-swift."""
 
-    def statistics(self, trainer: Any) -> tuple[str, ...]:
-        return ("mean_logits",)
+    logged = ("mean_logits",)
 
     def inputs_of(self, trainer: Any, batch: dict[str, Any], model: Any, *, router_logits: bool) -> Inputs | Reason:
         """`batches.inputs_of`, with the same tensors for policy and reference; or the reason why no

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,7 @@ from ..scored_rows import Inputs, ScoredRows, score
 from .dpo import padded
 from .gathering import of_all_ranks
 
-if TYPE_CHECKING:
-    DPOTrainer = Any  # types are checked in an environment with another TRL
+DPOTrainer = Any  # types are checked in an environment with another TRL
 
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 class LogitsLine(TrainerLine):
     """The line of such a trainer."""
 
-    def statistics(self, trainer: Any) -> tuple[str, ...]:
-        return LOGGED_STATISTICS
+    logged = LOGGED_STATISTICS
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return liger_reason(arguments.get("args"))

@@ -33,9 +33,7 @@ class ReferenceFreeLine(TrainerLine):
     parameters = MappingProxyType({"concatenated_inputs": ["batch", "is_encoder_decoder", "padding_value", "device"]})
     relies_on = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")
     replaced = ("concatenated_forward",)
-
-    def statistics(self, trainer: Any) -> tuple[str, ...]:
-        return ("mean_logits",)
+    logged = ("mean_logits",)
 
     def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.fuses(trainer, model):
