@@ -19,7 +19,7 @@ from ..devices import accumulation_dtype, is_traced, is_transformed, memory_of
 from ..second_derivatives import gradients_of_definition
 from . import definitions
 from .logit_rows import GradientInputs, empty_gradients
-from .passes import HEAD, HeadCall, TileFormat, backward_pass, empty_outputs, forward_pass
+from .passes import HEAD, Head, TileFormat
 from .results import TokenLogps, Transform, named_results, requested_statistics, statistic_names
 from .row_warps import OP
 
@@ -35,13 +35,13 @@ GPU_SHARE = 16
     schema=f"(str statistics, SymInt keep, bool form_jacobian, {HEAD}) -> Tensor[]",
 )
 def linear_logps_fwd(statistics: str, keep: int, form_jacobian: bool, *head: Any) -> list[Tensor]:
-    """The forward (see `forward_pass`)."""
-    return forward_pass(HeadCall(*head), statistics, keep, form_jacobian)
+    """The forward (see `Head.forward`)."""
+    return Head(*head).forward(statistics, keep, form_jacobian)
 
 
 @linear_logps_fwd.register_fake
 def _(statistics, keep, form_jacobian, *head):
-    return empty_outputs(HeadCall(*head), statistics, keep, form_jacobian)
+    return Head(*head).empty_outputs(statistics, keep, form_jacobian)
 
 
 @torch.library.custom_op(
@@ -51,17 +51,12 @@ def _(statistics, keep, form_jacobian, *head):
     f"{HEAD}) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logps_bwd(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    kept: Tensor,
-    jacobian: Tensor,
-    sums: Sequence[Tensor],
-    needs: Sequence[bool],
-    *head: Any,
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward (see `backward_pass`)."""
+    """The backward (see `Head.backward`)."""
+    kept, jacobian, sums, needs, *head = rest
     inputs = GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy)
-    return backward_pass(HeadCall(*head), inputs, kept, jacobian, needs)
+    return Head(*head).backward(inputs, kept, jacobian, needs)
 
 
 @linear_logps_bwd.register_fake

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..devices import accumulation_dtype
 from .results import Targets, Transform, empty_results, statistic_names
 
 TILE_BYTES = 64 << 20
@@ -34,9 +35,9 @@ NORMALIZED_SUM = 2.0**10  # sum of the exponentials of the other entries in a 16
 MIN_EXPONENT = -1e4  # its exponential is 0 in every dtype, and 0 * MIN_EXPONENT is 0 where 0 * -inf would be NaN
 
 
-def row_slices(n: int, size: int) -> list[slice]:
-    """Slices of `size` rows that cover [0, n); the last one may be shorter."""
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+def row_slices(n: int, size: int, first: int = 0) -> list[slice]:
+    """Slices of `size` rows that cover [first, n); the last one may be shorter."""
+    return [slice(start, min(start + size, n)) for start in range(first, n, size)]
 
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
@@ -214,6 +215,53 @@ def gradient_tile_(exponentials: Tensor, targets: Targets, others: Tensor, slope
     """
     targets.write_(exponentials, -others)
     return exponentials if slope is None else exponentials.mul_(slope)
+
+
+def store(place: Tensor, block: Tensor) -> None:
+    """Copies a block to its place in a tile, unless it was computed there."""
+    if block.data_ptr() != place.data_ptr():
+        place.copy_(block)
+
+
+def results_in_torch(
+    logits: Tensor,
+    targets: Targets,
+    statistics: str,
+    transform: Transform,
+    target_logits: Tensor | None = None,
+    gradient: Tensor | None = None,
+    narrow: bool = False,
+) -> list[Tensor]:
+    """logps, shift, others, total and statistics of logits [n, V], [n] each.
+
+    Args:
+        logits: before their transform. They are overwritten if `target_logits` are given.
+        targets: of their rows.
+        statistics: the requested ones.
+        transform: of the logits.
+        target_logits: the transformed logits [n] of the targets, as precise as they are known; else they are read.
+        gradient: memory [n, V] for the gradient tile, which may be the logits.
+        narrow: whether the tile is `normalize`d, since it has a narrower dtype than sums.
+    """
+    parts, dtype = [], accumulation_dtype(logits.dtype)
+    for rows in block_slices(logits, dtype):
+        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=target_logits is None)), targets.of_rows(rows)
+        own = of_rows.read(z).masked_fill_(of_rows.unknown, torch.nan) if target_logits is None else target_logits[rows]
+        slope = None if gradient is None else transform.slope(z)
+        sums, exponentials = sum_block_(z, of_rows, own, statistics)
+        if gradient is not None:
+            others = sums.others
+            if narrow:
+                _, others, factor = normalize(sums.shift, others)
+                exponentials.mul_(factor[:, None])
+            store(gradient[rows], gradient_tile_(exponentials, of_rows, others, slope))
+        parts.append(sums)
+        del z, exponentials  # frees the block before the next one is allocated
+    logps, shift, others, total, *extra = join_results(parts, logits, targets.ignored, statistics)
+    if narrow:
+        shift, others, factor = normalize(shift, others)
+        total *= factor
+    return [logps, shift, others, total, *extra]
 
 
 def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Tensor:

@@ -6,8 +6,8 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from .logit_rows import (
     GradientSum,
     block_slices,
     empty_gradients,
-    gradient_tile_,
-    join_results,
     kernel_tile_rows,
     logit_gradient,
-    normalize,
+    results_in_torch,
     row_slices,
     split_row_scale,
-    sum_block_,
+    store,
     tile_rows,
     upstream_scale,
     wide_product,
@@ -158,47 +156,42 @@ HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float? softcap, float logit_scale, float temperature, "
     "ScalarType compute_dtype"
 )
-"""The fields of a `HeadCall`, as custom ops declare them."""
-
-
-class HeadCall(NamedTuple):
-    """The common arguments of the forward and backward ops of a head, which take them flat."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    targets: Tensor  # [N]
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    compute_dtype: torch.dtype
-
-    @property
-    def transform(self) -> Transform:
-        return Transform(self.softcap, self.logit_scale, self.temperature)
-
-    @property
-    def format(self) -> TileFormat:
-        return TileFormat.of(self.weight, self.compute_dtype, self.transform, self.bias is not None)
+"""The arguments of a `Head`, as custom ops declare them, which take them flat."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Those of hidden, weight and bias."""
 
 
 class Head:
-    """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
+    """One call of a head, in its compute dtype: the work on one tile of its tokens, and the passes over all tiles.
 
-    def __init__(self, call: HeadCall) -> None:
-        dtype = self.dtype = call.compute_dtype
-        self.format = call.format
-        self.targets = Targets.of(OP, call.targets, len(call.weight))
-        self.hidden, self.transform = call.hidden, call.transform
-        self.weight = call.weight.to(dtype)
-        self.bias = None if call.bias is None else call.bias.to(dtype).contiguous()
-        self.accumulation_dtype = accumulation_dtype(dtype)
+    Args:
+        call: the arguments that `HEAD` names.
+    """
+
+    def __init__(self, *call: Any) -> None:
+        self.hidden, weight, bias, self._ids, *transform, self.dtype = call
+        self._parameters: tuple[Tensor, Tensor | None] = weight, bias
+        self.transform = Transform(*transform)
+        self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def tiles(self, start: int = 0) -> list[slice]:
-        """The tokens [start, N) in slices of one tile."""
-        slices = row_slices(len(self.hidden) - start, self.format.rows)
-        return [slice(start + rows.start, start + rows.stop) for rows in slices]
+    @cached_property
+    def format(self) -> TileFormat:
+        weight, bias = self._parameters
+        return TileFormat.of(weight, self.dtype, self.transform, bias is not None)
+
+    @cached_property
+    def targets(self) -> Targets:
+        return Targets.of(OP, self._ids, len(self._parameters[0]))
+
+    @cached_property
+    def weight(self) -> Tensor:
+        return self._parameters[0].to(self.dtype)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        _, bias = self._parameters
+        return None if bias is None else bias.to(self.dtype).contiguous()
 
     def hidden_rows(self, rows: slice) -> Tensor:
         """Hidden states [n, D], zero where the target is ignored.
@@ -237,7 +230,8 @@ class Head:
 
         results = self._launched(ROW_KERNEL, launch, has_warps=True)
         if results is None:
-            results = self._results_in_torch(logits, targets, target_logits, statistics, gradient)
+            narrow = self.format.dtype != self.accumulation_dtype
+            results = results_in_torch(logits, targets, statistics, self.transform, target_logits, gradient, narrow)
         return results
 
     def _launched(self, kernel: str, launch: Callable[[], T], has_warps: bool = False) -> T | None:
@@ -255,28 +249,6 @@ class Head:
                 self.format = self.format.replaced(self.weight, error, tried, has_warps)
         return None
 
-    def _results_in_torch(
-        self, logits: Tensor, targets: Targets, target_logits: Tensor, statistics: str, gradient: Tensor | None
-    ) -> list[Tensor]:
-        parts, narrow = [], self.format.dtype != self.accumulation_dtype
-        for block in block_slices(logits, self.accumulation_dtype):
-            z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
-            slope = None if gradient is None else self.transform.slope(z)
-            of_block = targets.of_rows(block)
-            sums, exponentials = sum_block_(z, of_block, target_logits[block], statistics)
-            if gradient is not None:
-                others = sums.others
-                if narrow:
-                    _, others, factor = normalize(sums.shift, others)
-                    exponentials.mul_(factor[:, None])
-                _store(gradient[block], gradient_tile_(exponentials, of_block, others, slope))
-            parts.append(sums)
-        logps, shift, others, total, *extra = join_results(parts, logits, targets.ignored, statistics)
-        if narrow:
-            shift, others, factor = normalize(shift, others)
-            total *= factor
-        return [logps, shift, others, total, *extra]
-
     def gradients(self, kept: Tensor, inputs: GradientInputs, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """The gradient tiles of all tokens in `dtype`, with their rows: first those in `kept`, then recomputed.
 
@@ -289,7 +261,7 @@ class Head:
         else:
             for rows in row_slices(keep, self.format.rows):
                 yield rows, kept[rows]
-        for rows in self.tiles(keep):
+        for rows in row_slices(len(self.hidden), self.format.rows, keep):
             yield rows, self._gradient(rows, inputs.of_rows(rows), dtype)
 
     def _gradient(self, rows: slice, inputs: GradientInputs, dtype: torch.dtype) -> Tensor:
@@ -308,7 +280,7 @@ class Head:
             for block in block_slices(logits, self.accumulation_dtype):
                 z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
                 gradient = logit_gradient(z, targets.of_rows(block), inputs.of_rows(block), self.transform)
-                _store(tile[block], gradient)
+                store(tile[block], gradient)
         return tile
 
     def _raw_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -334,111 +306,88 @@ class Head:
             t.masked_fill_(targets.unknown, torch.nan)
         return t
 
+    def empty_outputs(self, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
+        """Uninitialized outputs of `forward`."""
+        kept = self.format.allocate(keep, self._parameters[0])
+        return [kept, self._empty_jacobian(form_jacobian), *empty_results(self.hidden, statistics)]
 
-def _store(place: Tensor, block: Tensor) -> None:
-    """Copies a block to its place in a tile, unless it was computed there."""
-    if block.data_ptr() != place.data_ptr():
-        place.copy_(block)
+    def _empty_jacobian(self, form_jacobian: bool) -> Tensor:
+        n, d = self.hidden.shape
+        return self.hidden.new_empty(n if form_jacobian else 0, d, dtype=self.accumulation_dtype)
 
+    def forward(self, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
+        """Results of a head, and what its backward needs.
 
-def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
-    """Uninitialized outputs of the forward of a head."""
-    kept = call.format.allocate(keep, call.weight)
-    return [kept, _empty_jacobian(call, form_jacobian), *empty_results(call.hidden, statistics)]
+        Returns:
+            Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
+            [N, D], or [0, D] if not `form_jacobian`; then what `results` returns, [N] each.
+        """
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            if not len(self.hidden):
+                return self.empty_outputs(statistics, keep, form_jacobian)
+            kept = self.format.allocate(keep, self._parameters[0])
+            jacobian = self._empty_jacobian(form_jacobian)
+            tile_weight = self.weight.to(kept.dtype) if form_jacobian else self.weight  # widened for float16 on a CPU
+            tiles: list[list[Tensor]] = []
+            for rows in row_slices(len(self.hidden), self.format.rows):
+                gradient = None
+                if rows.stop <= keep:
+                    gradient = kept[rows]
+                elif form_jacobian:
+                    gradient = self.scratch(rows, kept.dtype)
+                tiles.append(self.results(rows, statistics, gradient))
+                if form_jacobian and gradient is not None:
+                    wide_product(gradient, tile_weight, jacobian[rows])
+            results = tiles[0] if len(tiles) == 1 else [torch.cat(x) for x in zip(*tiles, strict=True)]
+            return [kept, jacobian, *results]
 
+    def backward(self, inputs: GradientInputs, kept: Tensor, jacobian: Tensor, needs: Sequence[bool]) -> Gradients:
+        """Gradients of hidden, weight and bias, without elements where not needed."""
+        grads = empty_gradients(self.hidden, *self._parameters, needs)
+        wide = self.accumulation_dtype
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            ignored = self._ids == IGNORE_INDEX
+            grad_logps, grad_entropy = (
+                None if grad is None else grad.to(wide).masked_fill(ignored, 0)
+                for grad in (inputs.grad_logps, inputs.grad_entropy)
+            )
+            if grad_logps is None:
+                grad_logps = torch.zeros_like(inputs.total)
+            inputs = inputs._replace(grad_logps=grad_logps, grad_entropy=grad_entropy)
+            scale = upstream_scale(grad_logps, inputs.total, self.transform)  # [N]
+            if not len(self.hidden):
+                for grad in grads:
+                    grad.zero_()
+            elif len(jacobian) and grad_entropy is None:
+                torch.mul(jacobian, scale[:, None], out=grads[0])
+            else:
+                self._sum_tiles(inputs, scale, kept, needs, grads)
+        return grads
 
-def _empty_jacobian(call: HeadCall, form_jacobian: bool) -> Tensor:
-    n, d = call.hidden.shape
-    return call.hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(call.compute_dtype))
-
-
-def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
-    """Results of a head, and what its backward needs.
-
-    Returns:
-        Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
-        [N, D], or [0, D] if not `form_jacobian`; then the results of `Head.results`, [N] each.
-    """
-    with torch.autocast(call.hidden.device.type, enabled=False):
-        head = Head(call)
-        if not len(call.hidden):
-            return empty_outputs(call, statistics, keep, form_jacobian)
-        kept = head.format.allocate(keep, call.weight)
-        jacobian = _empty_jacobian(call, form_jacobian)
-        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
-        tiles: list[list[Tensor]] = []
-        for rows in head.tiles():
-            gradient = None
-            if rows.stop <= keep:
-                gradient = kept[rows]
-            elif form_jacobian:
-                gradient = head.scratch(rows, kept.dtype)
-            tiles.append(head.results(rows, statistics, gradient))
-            if form_jacobian and gradient is not None:
-                wide_product(gradient, tile_weight, jacobian[rows])
-        results = tiles[0] if len(tiles) == 1 else [torch.cat(x) for x in zip(*tiles, strict=True)]
-        return [kept, jacobian, *results]
-
-
-def backward_pass(
-    call: HeadCall,
-    inputs: GradientInputs,
-    kept: Tensor,
-    jacobian: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias, without elements where not needed."""
-    grads = empty_gradients(call.hidden, call.weight, call.bias, needs)
-    wide = accumulation_dtype(call.compute_dtype)
-    with torch.autocast(call.hidden.device.type, enabled=False):
-        ignored = call.targets == IGNORE_INDEX
-        grad_logps, grad_entropy = (
-            None if grad is None else grad.to(wide).masked_fill(ignored, 0)
-            for grad in (inputs.grad_logps, inputs.grad_entropy)
-        )
-        if grad_logps is None:
-            grad_logps = torch.zeros_like(inputs.total)
-        inputs = inputs._replace(grad_logps=grad_logps, grad_entropy=grad_entropy)
-        scale = upstream_scale(grad_logps, inputs.total, call.transform)  # [N]
-        if not len(call.hidden):
-            for grad in grads:
-                grad.zero_()
-        elif len(jacobian) and grad_entropy is None:
-            torch.mul(jacobian, scale[:, None], out=grads[0])
-        else:
-            _visit_tiles(call, inputs, scale, kept, needs, grads)
-    return grads
-
-
-def _visit_tiles(
-    call: HeadCall,
-    inputs: GradientInputs,
-    scale: Tensor,
-    kept: Tensor,
-    needs: Sequence[bool],
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Writes the gradients from those of all tiles, kept or recomputed."""
-    (needs_hidden, needs_weight, needs_bias), (grad_hidden, grad_weight, grad_bias) = needs, grads
-    head, dtype, wide = Head(call), kept.dtype, accumulation_dtype(call.compute_dtype)
-    if inputs.grad_entropy is None:
-        inputs = inputs._replace(grad_logps=None)
-    else:  # scaled already, by upstream gradients that may be too small for float16
-        dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
-    row_scale, common_scale = split_row_scale(scale, dtype)
-    tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
-    weight_sum = GradientSum(grad_weight, wide, common_scale) if needs_weight else None
-    bias_sum = GradientSum(grad_bias[:, None], wide, common_scale) if needs_bias else None
-    for rows, tile in head.gradients(kept, inputs, dtype):
-        if needs_hidden:
-            place = grad_hidden[rows]
-            product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
-            torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
-        if weight_sum is not None:
-            scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
-            weight_sum.add(tile, scaled_rows.to(dtype))
-        if bias_sum is not None:
-            bias_sum.add(tile, row_scale[rows, None])
-    for gradient_sum in (weight_sum, bias_sum):
-        if gradient_sum is not None:
-            gradient_sum.finish()
+    def _sum_tiles(
+        self, inputs: GradientInputs, scale: Tensor, kept: Tensor, needs: Sequence[bool], grads: Gradients
+    ) -> None:
+        """Writes the gradients from those of all tiles, kept or recomputed."""
+        (needs_hidden, needs_weight, needs_bias), (grad_hidden, grad_weight, grad_bias) = needs, grads
+        dtype, wide = kept.dtype, self.accumulation_dtype
+        if inputs.grad_entropy is None:
+            inputs = inputs._replace(grad_logps=None)
+        else:  # scaled already, by upstream gradients that may be too small for float16
+            dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
+        row_scale, common_scale = split_row_scale(scale, dtype)
+        tile_weight = self.weight.to(dtype) if needs_hidden else self.weight
+        weight_sum = GradientSum(grad_weight, wide, common_scale) if needs_weight else None
+        bias_sum = GradientSum(grad_bias[:, None], wide, common_scale) if needs_bias else None
+        for rows, tile in self.gradients(kept, inputs, dtype):
+            if needs_hidden:
+                place = grad_hidden[rows]
+                product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
+                torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
+            if weight_sum is not None:
+                scaled_rows = self.hidden_rows(rows).to(wide) * row_scale[rows, None]
+                weight_sum.add(tile, scaled_rows.to(dtype))
+            if bias_sum is not None:
+                bias_sum.add(tile, row_scale[rows, None])
+        for gradient_sum in (weight_sum, bias_sum):
+            if gradient_sum is not None:
+                gradient_sum.finish()

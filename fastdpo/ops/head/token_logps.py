@@ -17,7 +17,7 @@ from ..choice.verdicts import Kernel, works
 from ..devices import accumulation_dtype, is_transformed, suits_triton
 from ..second_derivatives import gradients_of_definition
 from . import definitions, trials
-from .logit_rows import GradientInputs, block_slices, join_results, logit_gradient, sum_block_
+from .logit_rows import GradientInputs, block_slices, logit_gradient, results_in_torch
 from .results import Targets, TokenLogps, Transform, empty_results, named_results, requested_statistics, statistic_names
 
 OP = "token_logps"
@@ -39,14 +39,7 @@ def token_logps_fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tens
         from ...kernels import token_logps as kernels
 
         return kernels.token_logps_fwd(logits, targets, *transform, statistics)
-    dtype = accumulation_dtype(logits.dtype)
-    columns, parts = Targets.of(OP, targets, logits.shape[1]), []
-    for rows in block_slices(logits, dtype):
-        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), columns.of_rows(rows)
-        target_logits = of_rows.read(z).masked_fill_(of_rows.unknown, torch.nan)
-        parts.append(sum_block_(z, of_rows, target_logits, statistics)[0])
-        del z  # frees the block before the next one is allocated
-    return join_results(parts, logits, columns.ignored, statistics)
+    return results_in_torch(logits, Targets.of(OP, targets, logits.shape[1]), statistics, transform)
 
 
 @token_logps_fwd.register_fake
@@ -80,16 +73,9 @@ def token_logps_bwd_(grad_logps: Tensor | None, grad_entropy: Tensor | None, log
     _write_gradient(logits, grad_logps, grad_entropy, logits, *rest)
 
 
-def _write_gradient(
-    grad: Tensor,
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    sums: Sequence[Tensor],
-    *options: Any,
-) -> None:
+def _write_gradient(grad: Tensor, grad_logps: Tensor | None, grad_entropy: Tensor | None, *rest: Any) -> None:
     """Writes `d loss / d logits` to grad [N, V], which may be the logits themselves."""
+    logits, targets, sums, *options = rest
     transform = Transform(*options)
     if grad_logps is None and grad_entropy is None:
         grad.zero_()
