@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..choice import notes
 from ..devices import compute_capability
-from .device_layout import OP, Kind, Rows
+from .device_layout import OP, Kind, Rows, offsets
 from .pieces import flash_supports_scale, with_last_stride_1, with_sinks
 from .triton_backend import kernels_unsupported_reason
 
@@ -91,18 +90,15 @@ class VarlenLayout(NamedTuple):
 
 def varlen_layout(rows: Rows) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention, whatever the default device."""
-    own, before = np.array([(x.own_length, x.prefix_length) for x in rows.checked], dtype=np.int64).reshape(-1, 2).T
-    places = None
+    lengths = [(x.own_length, x.prefix_length) for x in rows.checked]
+    own, before = torch.tensor(lengths, dtype=torch.long, device="cpu").view(-1, 2).unbind(1)
+    longest, places = max(own.tolist(), default=0), None
     if before.any():
         pieces = [piece for row in rows.checked for piece in row.pieces]
         index = np.concatenate([np.arange(start, start + length) for start, length, _ in pieces])
         readers, counts = index.argsort(kind="stable"), np.bincount(index, minlength=rows.tokens)
-        places = KeyPlaces(torch.from_numpy(index), torch.from_numpy(readers), _offsets(counts))
-    return VarlenLayout(_offsets(own), _offsets(own + before), int(own.max(initial=0)), rows.longest, places)
-
-
-def _offsets(lengths: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.append(0, lengths.cumsum()))
+        places = KeyPlaces(torch.from_numpy(index), torch.from_numpy(readers), offsets(torch.from_numpy(counts)))
+    return VarlenLayout(offsets(own), offsets(own + before), longest, rows.longest, places)
 
 
 class TorchFlash:
