@@ -212,9 +212,10 @@ def test_a_wrong_op_is_named(plant, dataset, tmp_path, monkeypatch):
         assert found <= expected | {"metric grad_norm"}
 
 
-def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
+def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.subprocess, "run", run_in_a_fork)
     path = write_model(tmp_path / "model", attention_dropout=0.1)
-    report = in_this_process(path, dataset, batches=1, fields=["--bf16=false", "--disable_dropout=false"])
+    report = check(path, dataset, batches=1, fields=["--bf16=false", "--disable_dropout=false"])
     (fused, *_) = report.verdicts
     assert (fused.name, fused.is_explained) == ("every call is fused", False)
     assert "policy stock 1" in fused.detail

@@ -20,7 +20,8 @@ from trl import DPOConfig, DPOTrainer
 
 from benchmarks import messages
 from benchmarks.machine import bfloat16, commit, machine, versions
-from fastdpo.commands.check.meters import PeakMemory, TokenCounter, now, timed
+from benchmarks.tokens import TokenCounter
+from fastdpo.commands.check.meters import PeakMemory, now, timed
 from fastdpo.data.files import load_preferences
 
 EXIT_NOT_FUSED = 3

@@ -32,7 +32,7 @@ from benchmarks import messages
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo.commands.check.meters import TokenCounter
+from benchmarks.tokens import TokenCounter
 from fastdpo.models.calls import tokens
 from fastdpo.models.running.pace import Pace
 

@@ -1,4 +1,4 @@
-"""Meters of a training run: tokens through the backbone, time, memory above the loaded models."""
+"""Meters of a training run: tokens through the backbone, time, and memory above the loaded models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 def now() -> float:
@@ -22,28 +23,14 @@ def now() -> float:
     return time.perf_counter()
 
 
-class TokenCounter:
-    """Counts the tokens that enter a backbone, including padding, by a forward pre-hook.
+def tell_tokens(backbone: nn.Module, note: Callable[[int], object]) -> RemovableHandle:
+    """Tells a function in each call how many tokens enter a backbone, including padding."""
 
-    Attributes:
-        tokens: those of all calls since the last `take`.
-        last: those of the last call.
-        remove: removes the hook.
-    """
-
-    def __init__(self, backbone: nn.Module) -> None:
-        self.tokens = self.last = 0
-        self.remove = backbone.register_forward_pre_hook(self._count, with_kwargs=True).remove
-
-    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
-        self.last = kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel()
-        self.tokens += self.last
+        note(kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel())
 
-    def take(self) -> int:
-        """Returns the number of tokens since the last call."""
-        taken, self.tokens = self.tokens, 0
-        return taken
+    return backbone.register_forward_pre_hook(count, with_kwargs=True)
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

@@ -13,8 +13,9 @@ import math
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -33,7 +34,7 @@ from ...integrations.training_events import callback
 from ...models import calls, forward
 from ...models.examine import gradients
 from ...models.parts import backbone, base_of
-from .meters import PeakMemory, TokenCounter, timed
+from .meters import PeakMemory, tell_tokens, timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,8 +147,9 @@ class _Recorder:
         self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.logs: list[dict[str, float]] = []
         self.tokens = 0
-        self.counters: dict[torch.nn.Module, TokenCounter] = {x: TokenCounter(backbone(x)) for x in models}
+        self.computed: dict[torch.nn.Module, int] = {}  # by model, the tokens of the latest call of its backbone
         for model in models:
+            tell_tokens(backbone(model), partial(self.computed.__setitem__, model))
             model.register_forward_hook(self._keep)
 
         def on_pre_optimizer_step(*args: Any, **kwargs: Any) -> None:
@@ -175,7 +177,7 @@ class _Recorder:
         else:
             return
         self.scores[name].append(scores.detach().double().cpu())
-        self.tokens += self.counters[module].last  # without those of a probe
+        self.tokens += self.computed[module]  # without those of a probe
 
 
 def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[str, Any]:
@@ -202,7 +204,9 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         policy, *_ = _models(trainer)
         dtype = policy.dtype
         peak = PeakMemory()
-        with peak.watched(), _perturbed(trainer) if side == PERTURBED else nullcontext():
+        for model in _models(trainer) if side == PERTURBED else ():
+            stack.enter_context(perturbed(layers_of(model), random_rounding, _unit(trainer, model)))
+        with peak.watched():
             trainer.train()
         counted = Counter(calls.calls) - before
         reasons = {reason for model in _models(trainer) for reason in forward.logged_reasons(model, settings.trainer)}
@@ -217,7 +221,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "gradients": {group: torch.cat(x) for group, x in recorder.gradients.items()},
             "logs": recorder.logs,
             "calls": {f"{kind} {path}": n for (name, kind, path), n in counted.items() if name == settings.trainer},
-            "reasons": sorted(reasons),
+            "reasons": sorted(map(str, reasons)),  # which are loaded as plain values
             "tokens": recorder.tokens / settings.batches,
             "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,
             "memory": peak.bytes,
@@ -251,14 +255,6 @@ def _models(trainer: Trainer) -> list[PreTrainedModel]:
     """The transformers models of the policy and, if it is another one, of the reference."""
     models = trainer.model, getattr(trainer, "ref_model", None)
     return [*dict.fromkeys(base_of(x, "check") for x in models if x is not None)]
-
-
-@contextmanager
-def _perturbed(trainer: Trainer) -> Iterator[None]:
-    with ExitStack() as stack:
-        for model in _models(trainer):
-            stack.enter_context(perturbed(layers_of(model), random_rounding, _unit(trainer, model)))
-        yield
 
 
 def _trainer(settings: Settings, counts_epoch: bool) -> Trainer:
