@@ -10,7 +10,7 @@ arithmetic (Parker 1997).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +217,7 @@ def perturbed(modules: Iterable[nn.Module], rounding: Callable[[Tensor, float], 
     def perturb(module: nn.Module, args: tuple, output: Any) -> Any:
         return rounding(output, unit) if isinstance(output, Tensor) and output.is_floating_point() else output
 
-    handles = [module.register_forward_hook(perturb) for module in modules]
-    try:
+    with ExitStack() as handles:
+        for module in modules:
+            handles.enter_context(module.register_forward_hook(perturb))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -103,15 +103,13 @@ whichever form is asked for, and through whatever functions.
 def forked_random_state() -> Iterator[None]:
     """After the block, the random numbers of all devices that are used, of Python and of NumPy are drawn as before."""
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    of_python, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else None
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=list(cuda)):
             yield
     finally:
         random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,12 +69,10 @@ def sketches(
         found[name] = sketch(name, local_shard(gradient.detach()))
         return gradient.new_zeros(()).expand_as(gradient)
 
-    handles = [x.register_hook(functools.partial(reduce, name)) for name, x in parameters.items()]
-    try:
+    with ExitStack() as handles:
+        for name, x in parameters.items():
+            handles.enter_context(x.register_hook(functools.partial(reduce, name)))
         results = torch.autograd.grad(output, [*parameters.values(), *others], upstream, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found, [*results[len(parameters) :]]
 
 

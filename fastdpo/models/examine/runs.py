@@ -100,12 +100,8 @@ def differentiable(model: PreTrainedModel, gradients: bool) -> Iterator[list[Ten
         embedded.append(output if output.requires_grad else output.detach().requires_grad_())
         return embedded[-1]
 
-    handle = model.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            yield embedded
-    finally:
-        handle.remove()
+    with model.get_input_embeddings().register_forward_hook(keep), torch.enable_grad():
+        yield embedded
 
 
 def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, least: float) -> Reason | None:

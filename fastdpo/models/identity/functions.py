@@ -87,7 +87,7 @@ def _class_of(function: Any) -> type | None:
 
 def closure_contents(function: FunctionType) -> list[Any]:
     """The values that a function closes over. None for a variable that is not bound yet."""
-    return [_contents(cell) for cell in function.__closure__ or ()]
+    return [None if cell == CellType() else cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def name_of(function: Callable) -> str:
@@ -139,13 +139,6 @@ def autocast_of(forward: Callable) -> torch.autocast | None:
     wrappers = (x for x in map(inner_function, wrapped_in(forward)) if isinstance(x, FunctionType))
     autocasts = [x for wrapper in wrappers for x in closure_contents(wrapper) if isinstance(x, torch.autocast)]
     return autocasts[-1] if autocasts else None
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def hooks_of(module: nn.Module, names: Iterable[str] = HOOKS) -> Iterator[Callable]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -93,13 +93,10 @@ def parameters_of_run(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         values += [(x, "_training_state", x._training_state) for x in (state, *groups)]
         values += [(group, "reduce_grads", False) for group in groups]
         values += [(group, "reshard_after_backward", False) for group in groups if group.is_unsharded]
-    handles = [unit.register_forward_pre_hook(functools.partial(collect, name)) for name, unit in units.items()]
-    try:
-        with with_values(values):
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as handles, with_values(values):
+        for name, unit in units.items():
+            handles.enter_context(unit.register_forward_pre_hook(functools.partial(collect, name)))
+        yield found
 
 
 def keep_output_dtypes(model: nn.Module, head: nn.Module) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -33,7 +33,7 @@ from ...logs import logger, warn
 from ...ops import memory
 from ...ops.memory import VARIABLE, Demand, MemoryReport, Size
 from ...packing import is_layout
-from ..examine.comparable import forked_random_state
+from ..examine.comparable import forked_random_state, with_values
 from ..mixers import finding, known
 from ..mixers.segments import segments_of
 from ..parts import language_model
@@ -335,8 +335,7 @@ def _chunks(rows: Tensor, device: torch.device, chunk: int) -> int:
     return segments_of(rows, device).sequences(chunk if chunk > 1 else None).chunks(chunk) if chunk else 1
 
 
-@contextmanager
-def measured(layer: nn.Module, note: Callable[[float], None]) -> Iterator[None]:
+def measured(layer: nn.Module, note: Callable[[float], None]) -> AbstractContextManager[None]:
     """In the block, a call of a checkpointed layer notes what autograd would save of it.
 
     Inside the checkpointed function, where FSDP2 has gathered parameters. A compiled layer is measured as it is.
@@ -349,18 +348,11 @@ def measured(layer: nn.Module, note: Callable[[float], None]) -> Iterator[None]:
         return own(function, *args, **kwargs)
 
     def of_compiled(*args: Any, **kwargs: Any) -> Any:
-        vars(layer)[FLAG] = False
-        try:
+        with with_values([(layer, FLAG, False)]):
             note(saved_bytes(layer, partial(layer._call_impl, **kwargs), *args))
-        finally:
-            vars(layer)[FLAG] = True
         return own(*args, **kwargs)
 
-    vars(layer)[name] = of_checkpointed if name == CHECKPOINTING else of_compiled
-    try:
-        yield
-    finally:
-        vars(layer)[name] = own
+    return with_values([(layer, name, of_checkpointed if name == CHECKPOINTING else of_compiled)])
 
 
 def saved_bytes(layer: nn.Module, function: Callable, *args: Any) -> float:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ...logs import logger, report, warn
 from ...packing import is_layout
 from ...reasons import Reason
+from ..examine.comparable import with_values
 from ..identity.structure import MAX_IDENTITIES, has_additions
 from ..mixers import finding
 from ..parts import language_model
@@ -141,14 +142,9 @@ class CompiledLayers:
         else:
             logger.info("fastdpo: %s", message)
 
-    @contextmanager
-    def as_they_are(self) -> Iterator[None]:
+    def as_they_are(self) -> AbstractContextManager[None]:
         """In the block, calls run the layers as they are."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
+        return with_values([(self, "is_paused", True)])
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a layer: compiled, if it is given a layout, and otherwise as it is."""
@@ -265,20 +261,12 @@ def _compiling(layers: CompiledLayers, arguments: list[Any]) -> Iterator[None]:
     layers.seconds += time.perf_counter() - start
 
 
-@contextmanager
-def _keeping_activations() -> Iterator[None]:
+def _keeping_activations() -> AbstractContextManager[None]:
     """In the block, torch makes graphs whose backward can run again (`retain_graph=True`): otherwise it would write to
     activations. A setting for that (`donated_buffer`) would have to hold in each backward, and for all graphs.
     """
-    module: Any = sys.modules.get("torch._functorch._aot_autograd.graph_compile")
-    collect = getattr(module, "collect_bw_donated_buffer_idxs", None)
-    if collect is not None:
-        module.collect_bw_donated_buffer_idxs = lambda *_: []
-    try:
-        yield
-    finally:
-        if collect is not None:
-            module.collect_bw_donated_buffer_idxs = collect
+    module, name = sys.modules.get("torch._functorch._aot_autograd.graph_compile"), "collect_bw_donated_buffer_idxs"
+    return with_values([(module, name, lambda *_: [])] if hasattr(module, name) else [])
 
 
 def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,11 @@ SEGMENTS = 4
 """Number of segments. About one part in so many of the reductions is left when the backward has ended."""
 
 
-class Cut(NamedTuple):
-    """A forward pass, whose states are cut from their graph of autograd where a segment begins.
-
-    Attributes:
-        ends: [1, T, D], the states at the end of each segment, as a function of those at its start and of parameters.
-        starts: [1, T, D], leaves with the states where each segment but the first one begins.
-    """
-
-    ends: list[Tensor]
-    starts: list[Tensor]
+Cut = tuple[list[Tensor], list[Tensor]]
+"""A forward pass, whose states are cut from their graph of autograd where a segment begins: the states [1, T, D] at the
+end of each segment, as a function of those at its start and of parameters, and leaves [1, T, D] with the states where
+each segment but the first one begins.
+"""
 
 
 def first_layers(backbone: nn.Module) -> set[nn.Module]:
@@ -64,25 +59,26 @@ def segmented(
 
 
 def _run(forward: Callable[[], Tensor], layers: set[nn.Module]) -> Cut:
-    cut, compiled = Cut([], []), {layer: layer._compiled_call_impl for layer in layers}
+    ends, starts = list[Tensor](), list[Tensor]()
+    compiled = {layer: layer._compiled_call_impl for layer in layers}
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-            cut.ends.append(args[0])
-            cut.starts.append(args[0].detach().requires_grad_())
-            args = cut.starts[-1], *args[1:]
+            ends.append(args[0])
+            starts.append(args[0].detach().requires_grad_())
+            args = starts[-1], *args[1:]
         return (compiled[layer] or layer._call_impl)(*args, **kwargs)
 
     try:
         for layer in layers:
             layer._compiled_call_impl = functools.partial(call, layer)
-        cut.ends.append(forward())
+        ends.append(forward())
     finally:
         for layer, function in compiled.items():
             del layer._compiled_call_impl
             if function is not None:
                 layer._compiled_call_impl = function
-    return cut
+    return ends, starts
 
 
 def _places(cut: Cut, trained: list[Tensor]) -> list[list[int]]:
@@ -92,12 +88,12 @@ def _places(cut: Cut, trained: list[Tensor]) -> list[list[int]]:
         RuntimeError: a segment does not depend on the one before it by the states alone. Where autograd passes through
             nodes of one twice, what they have saved is no longer there.
     """
-    found: list[list[int]] = []
-    while trained and cut.ends:
-        end = cut.ends.pop()
-        gradients = torch.autograd.grad(end, [*cut.starts, *trained], torch.zeros_like(end), allow_unused=True)
+    (ends, starts), found = cut, list[list[int]]()
+    while trained and ends:
+        end = ends.pop()
+        gradients = torch.autograd.grad(end, [*starts, *trained], torch.zeros_like(end), allow_unused=True)
         found.insert(0, [i for i, x in enumerate(gradients) if x is not None])
-    starts = [[i for i in places if i < len(cut.starts)] for places in found]
-    if cut.starts and (not found[0] or starts != [[], *([i] for i in range(len(cut.starts)))]):
+    of_starts = [[i for i in places if i < len(starts)] for places in found]
+    if starts and (not found[0] or of_starts != [[], *([i] for i in range(len(starts)))]):
         raise RuntimeError("a segment does not depend on the one before it by the states alone")
     return found

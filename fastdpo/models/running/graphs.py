@@ -189,7 +189,7 @@ class Graphs:
             latest, self._latest[key] = self._latest.get(key), inputs
             if latest is None or self._is_full or not pace.is_recorded(size, self._seen[key[1:]]):
                 return None
-            recording = self._new(basis, latest, inputs, size, 2 + self._rooms[key], trained, pace)
+            recording = self._new(basis, latest, inputs, 2 + self._rooms[key], pace)
             self._replaced += key in self._made
             self._made.add(key)
             if self._replaced >= MAX_RECORDINGS and 2 * self._replaced > self._replays:
@@ -203,20 +203,12 @@ class Graphs:
                 del self._recordings[oldest]
         return recording
 
-    def _new(
-        self,
-        basis: _Basis,
-        first: Inputs,
-        inputs: Inputs,
-        size: int,
-        room: int,
-        trained: list[Tensor],
-        pace: Pace,
-    ) -> Recording | None:
-        """A new recording of so many tokens, by one batch, which has taken another one. None if it does not pay, if the
+    def _new(self, basis: _Basis, first: Inputs, inputs: Inputs, room: int, pace: Pace) -> Recording | None:
+        """A new recording by one batch, which has taken another one. None if it does not pay, if the
         batch needs more room, or, with a logged reason, if the model cannot be recorded.
         """
-        backbone, is_differentiated = basis.backbone, torch.is_grad_enabled()
+        backbone, trained, is_differentiated = basis.backbone, basis.trained(), torch.is_grad_enabled()
+        size = rounded_up(inputs["input_ids"].shape[1])
         try:
             if not has_room(inputs["input_ids"].device):
                 self._is_full = True

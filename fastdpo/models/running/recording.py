@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...ops.attention import routes
 from ...ops.attention.device_layout import Rows, rows_of
 from ...reasons import Reason
+from ..examine.comparable import with_values
 from .captures import memory_of, record
 from .cuts import Cut, first_layers, segmented
 from .recordable import CHECKPOINTING
@@ -46,19 +47,9 @@ def aliases_of(backbone: nn.Module, trained: list[Tensor]) -> Iterator[list[Tens
     as another live graph of autograd does, and DDP. A recording must not wait for another stream.
     """
     of_own = {id(x): nn.Parameter(x.detach()) for x in trained}
-    replaced = [
-        (module._parameters, name, x)
-        for module in backbone.modules()
-        for name, x in module._parameters.items()
-        if id(x) in of_own
-    ]
-    try:
-        for parameters, name, x in replaced:
-            parameters[name] = of_own[id(x)]
+    of_modules = ((module, *x) for module in backbone.modules() for x in module._parameters.items())
+    with with_values([(module, name, of_own[id(x)]) for module, name, x in of_modules if id(x) in of_own]):
         yield [*of_own.values()]
-    finally:
-        for parameters, name, x in replaced:
-            parameters[name] = x
 
 
 class Segment(NamedTuple):
@@ -270,17 +261,10 @@ def run_layers(backbone: nn.Module, inputs: Inputs) -> Tensor:
     autocast = torch.autocast(
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False
     )
-    checkpointed = _checkpointed(backbone)
-    own = [vars(module)[CHECKPOINTING] for module in checkpointed]
-    for module in checkpointed:
-        options = dict(use_reentrant=False, preserve_rng_state=False)
-        vars(module)[CHECKPOINTING] = functools.partial(vars(module)[CHECKPOINTING], **options)
-    try:
-        with autocast:
-            return cast(Tensor, backbone(**inputs).last_hidden_state)
-    finally:
-        for module, function in zip(checkpointed, own, strict=True):
-            vars(module)[CHECKPOINTING] = function
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    own = ((x, vars(x)[CHECKPOINTING]) for x in backbone.modules() if _is_checkpointed(x))
+    with with_values([(x, CHECKPOINTING, functools.partial(function, **options)) for x, function in own]), autocast:
+        return cast(Tensor, backbone(**inputs).last_hidden_state)
 
 
 def padded(inputs: Inputs, tokens: int) -> Inputs:
@@ -305,5 +289,5 @@ def rows_in(inputs: Inputs) -> Rows:
     return rows_of(inputs["attention_mask"], inputs["input_ids"].shape[1])
 
 
-def _checkpointed(backbone: nn.Module) -> list[nn.Module]:
-    return [x for x in backbone.modules() if getattr(x, "gradient_checkpointing", False) and CHECKPOINTING in vars(x)]
+def _is_checkpointed(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) and CHECKPOINTING in vars(module)
