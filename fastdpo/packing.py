@@ -293,8 +293,8 @@ def make_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, form:
     packed = paths[np.repeat(place, counts), output_index - np.repeat(first, counts)]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
-    packed_tokens = _filled((token_index, position_ids, rows, multiplicity), form, need.max())
-    token_index, position_ids, rows, multiplicity = packed_tokens
+    packed_tokens = token_index, position_ids, rows, multiplicity
+    token_index, position_ids, rows, multiplicity = _filled(packed_tokens, form, need.max())
     arrays = token_index, position_ids, rows.astype(np.int32), score_index, score_targets, output_index, output_source
     layout = Layout(
         *map(torch.from_numpy, arrays),

@@ -16,12 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import atomic_files
-from ..distributed import largest_of_ranks, rank_and_world_size
+from ..distributed import largest_of_ranks, raising_on_all, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
 from .keys import Bounds
 from .pairs import Pairs, batches
-from .ranks import cache_disabled, read_on_all_ranks
+from .ranks import cache_disabled
 from .shards import MISSING, Shards, missing
 
 SECONDS_BETWEEN_SHARDS = 30.0
@@ -60,7 +60,8 @@ def run(
     With torch.distributed initialised, every rank must call this, and each rank calls `score`
     equally often.
     """
-    values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
+    stored = missing(len(pairs)) if shards is None else raising_on_all(shards.read, ValueError, OSError)
+    values = largest_of_ranks(stored, device)
     if shards is not None:
         atomic_files.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
     if (values == MISSING).any():

@@ -5,12 +5,7 @@ Every rank must call each of these functions, or all others wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
-from ..distributed import gather_objects, largest_of_ranks, raising_on_all, rank_and_world_size
+from ..distributed import gather_objects, rank_and_world_size
 from ..logs import report, strict
 from ..reasons import Reason
 
@@ -36,8 +31,3 @@ def cache_disabled(reason: Reason | None) -> bool:
     if reasons and (strict() or rank_and_world_size()[0] == 0):
         report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
     return bool(reasons)
-
-
-def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Merges what each rank has read. An error on one rank is raised on all."""
-    return largest_of_ranks(raising_on_all(read, ValueError, OSError), device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,8 @@ from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
 from ..ops import token_logps
 from ..packing import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from .pairs import Pairs
-    from .passes import Score
+from .pairs import Pairs
+from .passes import Score
 
 NAME = "fastdpo.ref_logps"
 """The integration under which `fastdpo.calls` counts its calls."""
