@@ -51,12 +51,6 @@ PROGRAMS = {
             assert is_patched(KTOTrainer)
         assert not is_patched(KTOTrainer)
     """,
-    "imported after a block": """
-        with fastdpo.patched():
-            pass
-        from trl import KTOTrainer
-        assert not is_patched(KTOTrainer)
-    """,
     "other options": """
         fastdpo.patch(share_prompts=False)
         try:
