@@ -125,38 +125,6 @@ def setting(name: str) -> type:
     return Setting
 
 
-class Twice(DPOTrainer):
-    """Two passes for each batch, of which the second has other weights, as in sharpness-aware training."""
-
-    def training_step(self, model, *args, **kwargs):
-        super().training_step(model, *args, **kwargs)
-        weight = model.lm_head.weight.data
-        weight.mul_(1.01)
-        loss = super().training_step(model, *args, **kwargs)
-        weight.div_(1.01)
-        return loss
-
-
-class LeavingOut(DPOTrainer):
-    """Leaves out batches: the second one, and those that run out of memory."""
-
-    batches = 0
-
-    def training_step(self, model, *args, **kwargs):
-        self.batches += 1
-        before = {name: None if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
-        try:
-            loss = super().training_step(model, *args, **kwargs)
-            if self.batches == 3:
-                raise torch.OutOfMemoryError
-        except torch.OutOfMemoryError:
-            loss = torch.zeros(())
-        if self.batches in (2, 3):
-            for name, x in model.named_parameters():
-                x.grad = before[name]
-        return loss
-
-
 class Reading(DPOTrainer):
     """A subclass that reads what a batch returns, and its metrics."""
 
@@ -184,8 +152,6 @@ CODE = {
     "compute_loss": of_object("compute_loss", "compute_loss of the trainer"),
     "_compute_loss": of_object("_compute_loss", "_compute_loss of the trainer"),
     "a substep": (DPO, dict(callbacks=[Clips()]), r"callbacks that act within a step, as Clips\.on_substep_end may do"),
-    "two passes": (DPO, dict(trainer_class=Twice), "Twice, which overrides training_step of DPOTrainer"),
-    "a batch is left out": (DPO, dict(trainer_class=LeavingOut), "LeavingOut, which overrides training_step"),
     "read in every batch": (DPO, dict(trainer_class=Reading), "Reading, which overrides training_step"),
 }
 """Code of users that sees each batch of a step: the trainer, options of `trained`, and how it is named."""
