@@ -78,35 +78,21 @@ def checked(monkeypatch):
     fastdpo.unpatch()
 
 
-def test_a_side_on_labelled_positions_tells_the_head(checked):
-    side = checked(TrainerStep, "labelled")
+PROVEN = [  # the mode and options of a side, what is not as it says, and the error
+    ("labelled", {}, dict(labelled=Counter()), "labelled positions only"),
+    ("stock", {}, dict(compiles=True), "nothing was compiled"),
+    ("stock", {}, dict(four_bit_weights=14), "14 weights of the side must be quantized; 0 are"),
+    ("fastdpo", dict(share_prompts=True), dict(shares=False), "must share no prompts; of .* tokens it computed"),
+    ("fastdpo", dict(share_prompts=False), dict(shares=True), "must share prompts; of .* tokens it computed"),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "other", "message"), PROVEN)
+def test_a_side_proves_what_it_says(mode, options, other, message, checked):
+    side = checked(TrainerStep, mode, **options)
     side.prove()
-    side.labelled.clear()
-    with pytest.raises(RuntimeError, match="labelled positions only"):
-        side.prove()
-
-
-def test_a_compiled_side_compiles(checked):
-    side = checked(TrainerStep, "stock")
-    side.prove()
-    side.compiles = True
-    with pytest.raises(RuntimeError, match="nothing was compiled"):
-        side.prove()
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_a_side_shares_prompts_if_it_says_so(shares, checked):
-    side = checked(TrainerStep, "fastdpo", share_prompts=shares)
-    side.prove()
-    side.shares = not shares
-    with pytest.raises(RuntimeError, match=rf"must share {'no ' if shares else ''}prompts; of .* tokens it computed"):
-        side.prove()
-
-
-def test_a_side_of_qlora_has_quantized_weights(checked):
-    side = checked(TrainerStep, "stock")
-    side.four_bit_weights = 14
-    with pytest.raises(RuntimeError, match="14 weights of the side must be quantized; 0 are"):
+    vars(side).update(other)
+    with pytest.raises(RuntimeError, match=message):
         side.prove()
 
 
