@@ -6,7 +6,6 @@ Dimensions: N scored tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +59,13 @@ def linear_logps(
     targets: Tensor,  # [N]
     *,
     bias: Tensor | None = None,  # [V]
-    **options: Any,  # of `token_logps`
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
 ) -> TokenLogps:
     """`token_logps` of the head's logits `hidden @ weight.T + bias`."""
-    return token_logps(F.linear(hidden, weight, bias), targets, **options)  # of [N, V]
+    logits = F.linear(hidden, weight, bias)  # [N, V]
+    return token_logps(
+        logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature, outputs=outputs
+    )
