@@ -85,6 +85,7 @@ class AttentionCall(Protocol):
 
     def describe(self, rows: Rows) -> Any:
         """What both passes read of the rows: a tuple as `DeviceLayout` takes it."""
+        ...
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: Any
@@ -145,10 +146,16 @@ class Row(NamedTuple):
         return [*before, Piece(start, last_length + own.length, position)]
 
 
-Ahead = tuple[Tensor, Tensor]
-"""What the tokens of islands see ahead of themselves, as a packed layout of A tokens: [A], the packed tokens whose
-queries it takes, and [A], those whose keys and values it takes. Each occurs once in either.
-"""
+class Ahead(NamedTuple):
+    """What the tokens of islands see ahead of themselves, as a packed layout of A tokens.
+
+    Attributes:
+        queries: [A], the packed tokens whose queries it takes. Each occurs once.
+        keys: [A], the packed tokens whose keys and values it takes. Each occurs once.
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
 _living: WeakSet[Rows] = WeakSet()
@@ -197,7 +204,7 @@ class Rows:
             queries = torch.tensor([x for island in islands for x in island], device="cpu")
             ends = offsets(torch.tensor([len(x) for x in islands], device="cpu"))
             starts, zeros = ends[:-1], torch.zeros_like(ends[1:])
-            self.ahead = (queries, queries + 1), torch.stack([starts, zeros, starts, ends.diff()], 1).int()
+            self.ahead = Ahead(queries, queries + 1), torch.stack([starts, zeros, starts, ends.diff()], 1).int()
 
     def padded(self, tokens: int) -> Rows:
         """These rows and, up to a number of tokens, further ones that share nothing, none longer than the longest."""
@@ -359,7 +366,7 @@ def _leaves(host: tuple) -> Iterator[Tensor | int]:
 
 def _replaced(host: Any, leaves: Iterator[Tensor | int]) -> Any:
     """A description with other tensors and ints."""
-    return getattr(host, "_make", tuple)(
+    return host._make(
         _replaced(x, leaves) if isinstance(x, tuple) else next(leaves) if isinstance(x, (Tensor, int)) else x
         for x in host
     )

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +37,17 @@ from .routes import Prepared
 
 
 def _fwd(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, *options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
-    out, lse, _ = _forward(query, key, value, rows, sinks, AttentionOptions(*options))
+    out, lse, _ = _forward(query, key, value, rows, sinks, AttentionOptions(scale, window, softcap))
     return out, lse
 
 
@@ -62,16 +68,27 @@ def _forward(
     return out, lse, prepared
 
 
-def _empty_outputs(query, key, value, *_):
+def _empty_outputs(query, key, value, rows, sinks, scale, window, softcap):
     return empty_outputs(query, value)
 
 
-def _bwd(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bwd(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
-    *inputs, rows, sinks, scale, window, softcap = given
-    grad, query, _, value, out, lse = inputs
     prepared = routes.prepare(query, value, rows, AttentionOptions(scale, window, softcap))
-    return *_backward(tuple(inputs), rows, prepared), _gradient_of_sinks(grad, out, lse, sinks, query)
+    gradients = _backward((grad, query, key, value, out, lse), rows, prepared)
+    return *gradients, _gradient_of_sinks(grad, out, lse, sinks, query)
 
 
 def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, query: Tensor) -> Tensor:
@@ -99,7 +116,7 @@ def _backward(
     return gradients
 
 
-def _empty_gradients(grad, query, key, value, out, lse, rows, sinks, *_):
+def _empty_gradients(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return *grads, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
@@ -107,22 +124,17 @@ def _empty_gradients(grad, query, key, value, out, lse, rows, sinks, *_):
 _library = torch.library.Library("fastdpo", "FRAGMENT")
 
 
-def _registered(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
+def _registered(name: str, function: Callable, fake: Callable) -> Callable:
     """A function as an operator of torch. The wrappers of `torch.library.custom_op` would take more time than it."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    schema = name + torch.library.infer_schema(function, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastdpo::{name}", fake, lib=_library)
     return getattr(torch.ops.fastdpo, name).default
 
 
-_OPTIONS = "Tensor rows, Tensor? sinks, float scale, SymInt? window, float? softcap"
-_OF_FORWARD = f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)"
-_OF_BACKWARD = (
-    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_fwd_op = _registered("packed_attention_fwd", _OF_FORWARD, _fwd, _empty_outputs)
-_bwd_op = _registered("packed_attention_bwd", _OF_BACKWARD, _bwd, _empty_gradients)
+_fwd_op = _registered("packed_attention_fwd", _fwd, _empty_outputs)
+_bwd_op = _registered("packed_attention_bwd", _bwd, _empty_gradients)
 
 
 class _PackedAttention(torch.autograd.Function):

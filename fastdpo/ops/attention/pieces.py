@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,10 @@ block's first query minus that of the first key.
 """
 
 
-QueryBlocks = tuple[list[tuple[slice, list[KeyRange]]]]
-"""Blocks of queries with the ranges of keys that they see, as the only entry of a description."""
+class QueryBlocks(NamedTuple):
+    """Blocks of queries with the ranges of keys that they see."""
+
+    blocks: list[tuple[slice, list[KeyRange]]]
 
 
 def query_blocks(rows: Rows, window: int, max_scores: int | None) -> Iterator[tuple[slice, list[KeyRange]]]:
@@ -92,7 +95,7 @@ class PiecesCall:
         self._pieces = CpuFlashPieces(kind, window) if is_flash else MatmulPieces(kind, window)
 
     def describe(self, rows: Rows) -> QueryBlocks:
-        return ([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)],)
+        return QueryBlocks([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)])
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: QueryBlocks
@@ -101,7 +104,7 @@ class PiecesCall:
         inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
         q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in layout[0]:
+            for block, ranges in layout.blocks:
                 queries = q[:, :, block]
                 results = [
                     self._pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges
@@ -117,7 +120,7 @@ class PiecesCall:
         tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
         g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
         with torch.autocast(query.device.type, enabled=False):
-            for block, ranges in layout[0]:
+            for block, ranges in layout.blocks:
                 block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
                 for keys, offset in ranges:
                     inputs = block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset

@@ -49,6 +49,7 @@ class Backend(Protocol):
 
     def unsupported_reason(self, kind: Kind) -> str | None:
         """Why the backend cannot compute calls of a kind, or None if it can."""
+        ...
 
     def call(self, kind: Kind) -> AttentionCall:
         """The call of a supported kind."""

@@ -6,7 +6,6 @@ Dimensions: V vocabulary, D hidden size, T packed tokens, S sequences, B padded 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,12 @@ def linear_sequence_logps(
     cu_seqlens: Tensor,  # [S + 1]
     *,
     bias: Tensor | None = None,
-    **transform: Any,  # of the logits
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
 ) -> SequenceLogps:
     """`sequence_logps` of the head's logits."""
-    return sequence_logps(F.linear(hidden, weight, bias), targets, cu_seqlens, **transform)
+    logits = F.linear(hidden, weight, bias)
+    return sequence_logps(
+        logits, targets, cu_seqlens, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
