@@ -51,10 +51,15 @@ def _(statistics, keep, form_jacobian, *head):
     f"{HEAD}) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logps_bwd(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, *rest: Any
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    *head: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward (see `Head.backward`)."""
-    kept, jacobian, sums, needs, *head = rest
     inputs = GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy)
     return Head(*head).backward(inputs, kept, jacobian, needs)
 

@@ -73,9 +73,16 @@ def token_logps_bwd_(grad_logps: Tensor | None, grad_entropy: Tensor | None, log
     _write_gradient(logits, grad_logps, grad_entropy, logits, *rest)
 
 
-def _write_gradient(grad: Tensor, grad_logps: Tensor | None, grad_entropy: Tensor | None, *rest: Any) -> None:
+def _write_gradient(
+    grad: Tensor,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    *options: Any,
+) -> None:
     """Writes `d loss / d logits` to grad [N, V], which may be the logits themselves."""
-    logits, targets, sums, *options = rest
     transform = Transform(*options)
     if grad_logps is None and grad_entropy is None:
         grad.zero_()
