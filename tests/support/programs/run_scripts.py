@@ -48,18 +48,19 @@ train_rewards(checkpoint(Path(sys.argv[1])), Strategy(), batch=12)
 """By the trainer. Each takes one step, in a directory that is its argument."""
 
 
-def assert_trains_fused(directory: Path, trainer: str, **options: Any) -> None:
-    """Runs the script of a trainer, and asserts that it has trained fused.
+def assert_trains_fused(directory: Path, *trainers: str, **options: Any) -> None:
+    """Runs the scripts of trainers as one, since a start takes longer than all of them, and asserts that each is fused.
 
     Args:
         directory: for the script and its output.
-        trainer: one of `SCRIPTS`.
+        trainers: some of `SCRIPTS`.
         options: of `run`.
     """
     script = directory / "train.py"
-    script.write_text(SCRIPTS[trainer])
+    script.write_text("".join(SCRIPTS[trainer] for trainer in trainers))
     (directory / "out").mkdir()
     done = run(script, directory / "out", **options)
     assert done.returncode == 0, done.stderr
-    calls = "policy fused 1" + (", reference fused 1" if "DPO" in trainer else "")
-    assert f"fastdpo: {trainer} calls: {calls}; 100% of calls fused" in done.stderr
+    for trainer in trainers:
+        calls = "policy fused 1" + (", reference fused 1" if "DPO" in trainer else "")
+        assert f"fastdpo: {trainer} calls: {calls}; 100% of calls fused" in done.stderr
