@@ -270,8 +270,8 @@ def train_rewards(
     return Run(trainer, fastdpo.calls - before)
 
 
-def run_two_ranks(directory: Path, stage: int) -> list[dict]:
-    """Runs `zero_worker.py` on two ranks and returns the result of each.
+def run_two_ranks(directory: Path, *stages: int) -> list[dict]:
+    """Runs `zero_worker.py` on two ranks and returns the results of each, by the stages of ZeRO.
 
     Rank r trains on `rows(12, seed=r)`.
     """
@@ -280,7 +280,7 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [*map(str, (HERE, HERE / "stand_ins", ROOT)), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = run_launcher(
-        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
+        [*launch, str(HERE / "zero_worker.py"), str(directory), *map(str, stages)],
         seconds=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )

@@ -1,8 +1,8 @@
 """One rank of a training under DeepSpeed's ZeRO. Usage, under torchrun:
-`zero_worker.py STAGE OUT`.
+`zero_worker.py OUT STAGE...`.
 
-Trains stock, then patched, from the same initial weights. Writes the logs, the final weights
-and the counters of both.
+With each stage of ZeRO trains stock, then patched, from the same initial weights. Writes the logs, the final
+weights and the counters of both.
 """
 
 import functools
@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -76,38 +77,41 @@ def train_rewards(out: Path, stage: int) -> dict:
     return dict(logs=trainer.logs, weights=weights_of(model.module), calls=fastdpo.calls - before)
 
 
-def main() -> None:
-    stage, out = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    # Use the collectives of gloo, which need no compilation.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo")
-    torch.cuda.current_device = lambda: torch.device("cpu")  # where `DeepspeedStrategy` reduces
+def train_both(out: Path, stage: int) -> dict:
+    """The results of a stock and a patched training, and how often each reduced something over the ranks."""
     rank = dist.get_rank()
     collectives = Counter()
     stock_reduce = dist.all_reduce
     results = {}
     for name in ("stock", "patched"):
-        if name == "patched":
-            fastdpo.patch("openrlhf")
-        before = Counter(fastdpo.calls)
-        torch.manual_seed(0)
-        models = [actor(out / f"llama{seed}", packing_samples=False) for seed in range(2)]
-        models[0].model = engine(models[0].model, stage, trained=True)
-        models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
-        strategy = ZeroStrategy()
-        data = loader(strategy, rows(12, seed=rank))
-        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler(), beta=0.1, max_epochs=1)
+        with fastdpo.patched("openrlhf") if name == "patched" else nullcontext():
+            before = Counter(fastdpo.calls)
+            torch.manual_seed(0)
+            models = [actor(out / f"llama{seed}", packing_samples=False) for seed in range(2)]
+            models[0].model = engine(models[0].model, stage, trained=True)
+            models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
+            strategy = ZeroStrategy()
+            data = loader(strategy, rows(12, seed=rank))
+            trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler(), beta=0.1, max_epochs=1)
 
-        dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
-        trainer.fit(strategy.args)
-        dist.all_reduce = stock_reduce
-        weights = weights_of(models[0].model.module)
-        calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
-        results[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
-        results[name]["rewards"] = train_rewards(out, stage)
-    results["collectives"] = dict(collectives)
-    torch.save(results, out / f"rank{rank}.pt")
+            dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
+            trainer.fit(strategy.args)
+            dist.all_reduce = stock_reduce
+            weights = weights_of(models[0].model.module)
+            calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
+            results[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
+            results[name]["rewards"] = train_rewards(out, stage)
+    return results | dict(collectives=dict(collectives))
+
+
+def main() -> None:
+    out, stages = Path(sys.argv[1]), map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    # Use the collectives of gloo, which need no compilation.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where `DeepspeedStrategy` reduces
+    torch.save({stage: train_both(out, stage) for stage in stages}, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo may abort while it shuts down
