@@ -23,7 +23,7 @@ LAUNCHERS = {
         *("--mixed_precision", "no", "--main_process_port", "29512", f"{EXAMPLE}/train.py"),
     ],
     "deepspeed": [
-        *("deepspeed", "--num_accelerators", "2", "--master_port", "29513", f"{EXAMPLE}/train.py"),
+        *("deepspeed", "--num_accelerators", "2", "--master_port", "29513", "tests/ranks/rank_example.py"),
         *("--deepspeed", f"{EXAMPLE}/zero3.json"),
     ],
     "srun": ["bash", f"{EXAMPLE}/train.sbatch"],
