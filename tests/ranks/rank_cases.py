@@ -167,6 +167,10 @@ def record_graphs(model: PreTrainedModel) -> None:
     recorder.install(stand_in)
 
 
+UNSEEN_BY_STOCK = compile_eagerly, record_graphs
+"""What prepares only the calls that fastdpo makes."""
+
+
 def spoil_packed(model: PreTrainedModel) -> None:
     """Makes a model return wrong hidden states for packed batches, whose masks are int32."""
 

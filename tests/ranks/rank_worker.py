@@ -4,6 +4,7 @@ Trains the named cases of `rank_cases.CASES` and saves the results in the direct
 """
 
 import copy
+import dataclasses
 import faulthandler
 import functools
 import gc
@@ -25,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from peft import TaskType
-from rank_cases import CASES, OPTIONS, Case, collator, stand_in
+from rank_cases import CASES, OPTIONS, UNSEEN_BY_STOCK, Case, collator, stand_in
 from rank_launch import SECONDS_A_CASE, SECONDS_A_COLLECTIVE, result
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -77,7 +78,7 @@ def main(directory: Path, names: list[str]) -> None:
     for name in names:
         print(f"case {name!r}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
-        done = {kind: run(directory / name / kind, CASES[name], kind) for kind in CASES[name].kinds}
+        done = {kind: result_of(directory / name / kind, CASES[name], kind) for kind in CASES[name].kinds}
         torch.save(done, result(directory, name, RANK))
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
@@ -120,6 +121,22 @@ def forget_engines() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     gc.collect()
+
+
+stock_runs: list[tuple[Case, dict[str, Any]]] = []
+
+
+def result_of(directory: Path, case: Case, kind: str) -> dict[str, Any]:
+    """What `run` returns. Cases that differ in what stock does not see share its training."""
+    if kind != "stock":
+        return run(directory, case, kind)
+    prepare = None if case.prepare in UNSEEN_BY_STOCK else case.prepare
+    seen = dataclasses.replace(case, kinds=(), patch={}, prepare=prepare)
+    found = next((done for other, done in stock_runs if other == seen), None)
+    if found is None:
+        found = run(directory, case, kind)
+        stock_runs.append((seen, found))
+    return found
 
 
 def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
