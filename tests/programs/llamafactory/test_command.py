@@ -60,12 +60,13 @@ def without_logits(run: Run) -> Run:
     ("stage", "options"),
     [
         pytest.param("dpo", {}, marks=pytest.mark.thorough),
-        ("dpo", LORA),
-        ("dpo", dict(pref_loss="simpo")),
+        pytest.param("dpo", LORA, marks=pytest.mark.thorough),
+        pytest.param("dpo", dict(pref_loss="simpo"), marks=pytest.mark.thorough),
+        ("dpo", LORA | dict(pref_loss="simpo")),
         ("kto", {}),
         ("rm", {}),
     ],
-    ids=["dpo", "dpo-lora", "simpo", "kto", "rm"],
+    ids=["dpo", "dpo-lora", "simpo", "simpo-lora", "kto", "rm"],
 )
 def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload, train_both, record):
     stock, fused = map(without_logits, train_both(lambda output: command(output, workload, stage, **options)))
@@ -79,7 +80,7 @@ def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload
     record("LLaMA-Factory", "llamafactory", f"llamafactory-cli train stage={stage} {changed}".strip(), stock, fused)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("dpo", marks=pytest.mark.thorough), "kto"])
+@pytest.mark.parametrize("stage", ["dpo", pytest.param("kto", marks=pytest.mark.thorough)])
 def test_processes_of_torchrun(stage, train_both):
     variables = dict(FORCE_TORCHRUN="1", NPROC_PER_NODE="2", PATH=f"{BIN}:/usr/bin:/bin")
     stock, fused = map(without_logits, train_both(lambda output: command(output, TINY, stage), **variables))
@@ -101,7 +102,10 @@ except fastdpo.PatchError:
 }
 
 
-@pytest.mark.parametrize("order", IMPORTS)
+# The last one does what "patched last" does, after a `patch` that fails.
+@pytest.mark.parametrize(
+    "order", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "patched last")) for x in IMPORTS]
+)
 def test_orders_of_imports(order, tmp_path):
     """TRL 0.24 cannot be imported next to transformers 5 before LLaMA-Factory is."""
     _, _, arguments = command(tmp_path / "out", TINY, "dpo", max_steps=1)

@@ -28,7 +28,9 @@ OTHER_MEANS = ("logits/chosen", "logits/rejected")
 
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "simpo")) for x in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.thorough] * (x in ("dpo", "simpo"))) for x in KINDS]
+)
 def test_the_command_trains_fused_with_the_same_numbers(kind, options, workload, train_both, record):
     trainer, calls = KINDS[kind]
     stock, fused = train_both(
@@ -46,6 +48,8 @@ def test_the_command_trains_fused_with_the_same_numbers(kind, options, workload,
 
 
 def test_the_workers_of_torchrun_are_patched(train_both):
+    """In a quick run, the only training with the loss of DPO."""
     stock, fused = train_both(lambda output: command(output, TINY, "dpo"), NPROC_PER_NODE="1")
     assert_same(stock, fused)
     assert fused.calls == {("swift.DPOTrainer", role, "fused"): TINY.steps for role in ("policy", "reference")}
+    assert said(fused.stderr) == on("trl.DPOTrainer", "swift.DPOTrainer")
