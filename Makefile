@@ -81,7 +81,7 @@ test-all: $(READY) $(TEST_PACKAGES)
 test-once: ONCE := --quick
 test-once: DETAILED := 1.14.2
 test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/contract/,test_options.py test_verifying.py) tests/legacy/test_run.py
-test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams test-census
+test-once: test-ranks test-swift-newest test-llamafactory test-legacy test-axolotl test-openrlhf test-trl-seams test-census
 
 # The same with every version and every combination, for hours.
 test-everything: test-all test-ranks test-programs test-legacy test-openrlhf test-trl-versions test-census test-ptx
