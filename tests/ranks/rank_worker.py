@@ -8,6 +8,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import sys
@@ -18,8 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.memory
 import datasets
 import deepspeed
+import deepspeed.utils.nvtx
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -75,6 +78,10 @@ def main(directory: Path, names: list[str]) -> None:
     Accelerator.multi_device = with_tensor_parallelism_on_a_cpu(Accelerator.multi_device)
     # Use the collectives of gloo, which need no compilation.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # What is done for a profiler, for a device or again in each step takes time in each training, and has no effect.
+    deepspeed.utils.nvtx.enable_nvtx = False
+    accelerate.utils.memory.clear_device_cache = lambda *args, **kwargs: None
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     for name in names:
         print(f"case {name!r}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
