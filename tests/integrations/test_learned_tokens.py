@@ -127,15 +127,20 @@ class Stand:
         self.args, self.model = SimpleNamespace(disable_tqdm=True), tiny_model()
 
 
+def learn(learned: LearnedTokens, tokens: int) -> None:
+    """Ends a step whose only micro-batch had so many tokens."""
+    learned.ran((tokens, 1))
+    with learning(learned):
+        pass
+
+
 def test_another_device_learns_anew(monkeypatch):
     saved: dict = {}
     for total, own in ((TOTAL, 20), (TOTAL // 2, 20), (TOTAL, 10)):
         monkeypatch.setattr(memory, "report", lambda device, total=total: MemoryReport(0, 100, 0, total))
         learned = LearnedTokens(Stand(1, saved), "a trainer")
         assert (learned.of_step(own) == own) == (own == 20)
-        learned.ran((own, 1))
-        with learning(learned):
-            pass
+        learn(learned, own)
     assert len(saved) == 2
 
 
@@ -163,7 +168,5 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
     for step, skipped in ((0, False), (1, True)):
         saved: dict = {}
         learned = LearnedTokens(Stand(step, saved, skipped), "a trainer")
-        learned.ran((10, 1))
-        with learning(learned):
-            pass
+        learn(learned, 10)
         assert [*saved.values()] in ([], [learned_tokens.EMPTY])

@@ -1,4 +1,7 @@
-"""`patch()`: by default, the batches of a step are trained on in fewer, larger ones, where nothing can tell."""
+"""`patch()`: by default, the batches of a step are trained on in fewer, larger ones, where nothing can tell.
+
+`test_option` of test_trl_budget.py compares the options of each trainer with stock.
+"""
 
 import contextlib
 import functools
@@ -13,30 +16,21 @@ import fastdpo
 from fastdpo.integrations import line, outcomes
 from fastdpo.integrations.bypass import STATE
 from fastdpo.integrations.trl.max_tokens.budget import Budget
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens
 from fastdpo.integrations.trl.max_tokens.steps import StepBudget
 from fastdpo.models import calls as counters
 from fastdpo.ops import memory
 from fastdpo.ops.memory import MemoryReport
-from tests.integrations.test_learned_tokens import ACCUMULATED, TOTAL, Stand
+from tests.integrations.test_learned_tokens import ACCUMULATED, TOTAL, Stand, learn
 from tests.integrations.test_max_tokens_refused import BATCHES, CODE, MODELS, REFUSED
-from tests.integrations.test_trl_budget import CLASSES, OPTIONS, with_padding
+from tests.integrations.test_trl_budget import CLASSES, with_padding
 from tests.support.comparison import assert_same_bits, double
 from tests.support.copies import change, set_newer
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import DPO as DPO_RECIPE
 from tests.support.trl.dpo import WORDS, adapter, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
-from tests.support.workers.budgets import DPO, GROUPS, KTO, REWARD, TRAINERS, assert_cut_alike, trained
-
-
-def compared(directory, trainer, **options):
-    """A training by default, after it was compared with that of stock."""
-    stock = trained(directory / "stock", trainer, **options)
-    with fastdpo.patched(trainer):
-        patched = trained(directory / "patched", trainer, **options)
-    assert_cut_alike(trainer, stock, patched)
-    return patched
+from tests.support.workers.budgets import DPO, GROUPS, KTO, REWARD, TRAINERS, assert_cut_alike, compared, trained
 
 
 def kept(caplog) -> list[str]:
@@ -50,22 +44,9 @@ def at_level_info(caplog):
     counters.outcomes.clear()
 
 
-MERGED = {name: x for name, x in OPTIONS.items() if "without accumulation" not in name and "max_tokens" not in x[1]}
-
-
-@pytest.mark.parametrize("option", MERGED)
-def test_option(tmp_path, caplog, option):
-    trainer, options = MERGED[option]
-    patched = compared(tmp_path, trainer, **options)
-    assert {path for _, path in patched.calls} == {"fused"}
-    assert not kept(caplog)
-    steps = counters.outcomes[trainer, "steps"]
-    assert 0 < steps <= counters.outcomes[trainer, "micro-batches"] <= 4 * steps
-
-
 @pytest.mark.parametrize("trainer", GROUPS)
 def test_groups(tmp_path, caplog, trainer):
-    patched = compared(tmp_path, trainer)
+    patched = compared(tmp_path, trainer, "own")
     assert {path for _, path in patched.calls} == {"fused"}
     assert not kept(caplog)
     assert 0 < counters.outcomes[trainer, "micro-batches"] < 4 * counters.outcomes[trainer, "steps"]
@@ -81,7 +62,7 @@ NOT_TRAINED = "training_step", "a reference without tokens"
 )
 def test_what_would_see_other_batches_keeps_them(tmp_path, caplog, case):
     trainer, options, reason = REFUSED[case]
-    compared(tmp_path, trainer, **options)
+    compared(tmp_path, trainer, "own", **options)
     assert re.match(reason, kept(caplog)[0])
     assert len(kept(caplog)) == 1
     assert not counters.outcomes[trainer, "steps"]
@@ -166,7 +147,7 @@ def test_several_ranks_keep_two_batches(monkeypatch, tmp_path):
 def test_changed_code_keeps_the_batches(monkeypatch, tmp_path, caplog):
     change(monkeypatch, "Trainer._run_epoch")
     set_newer(monkeypatch, "transformers")
-    patched = compared(tmp_path, DPO)
+    patched = compared(tmp_path, DPO, "own")
     assert re.match(r".*Trainer\._run_epoch.*, on which max_tokens relies.*\[changed-code\]", kept(caplog)[0])
     assert {path for _, path in patched.calls} == {"fused"}
     assert not [x for x in caplog.records if x.levelname == "WARNING" and "keeps" in x.message]
@@ -333,9 +314,7 @@ def test_next_to_an_engine_nothing_grows(monkeypatch, options, expected):
         vars(stand.args).update(options)
         learned = LearnedTokens(stand, "a trainer", is_own=is_own)
         assert learned.of_step(100, 300) == (100 if is_own else expected)
-        learned.ran((100, 1))
-        with learning(learned):
-            pass
+        learn(learned, 100)
         assert min(learned.of_step(100, 300), 300) == expected
 
 
@@ -345,9 +324,7 @@ def test_a_peak_of_something_else_and_a_device_without_peaks_leave_the_batches_o
         learned = LearnedTokens(Stand(2, {}), "a trainer", is_own=True)
         for _ in range(2):
             assert learned.of_step(100, 300) == 100
-            learned.ran((100, 1))
-            with learning(learned):
-                pass
+            learn(learned, 100)
 
 
 def test_resuming(tmp_path):

@@ -11,6 +11,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer,
 from trl.experimental.tpo import TPOTrainer
 
 import fastdpo
+from fastdpo.models import calls as counters
 from tests.support.comparison import assert_same_gradients, assert_same_logs
 from tests.support.trl import reward
 from tests.support.trl.dpo import Run, adapter, pairs, recorded_packs, tokenizer
@@ -96,10 +97,22 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_option(compare, option):
+def test_option(tmp_path, caplog, option):
+    """By a number of tokens, and by default where batches are accumulated, next to the same training of stock."""
+    caplog.set_level("INFO", "fastdpo")
     trainer, options = OPTIONS[option]
-    patched = compare(trainer, **options)
-    assert {path for _, path in patched.calls} == {"fused"}
+    options = dict(options)
+    number = options.pop("max_tokens", None)
+    stock = trained(tmp_path / "stock", trainer, **options)
+    by_default = number is None and options.get("gradient_accumulation_steps") != 1
+    for max_tokens in [number, "own"] if by_default else [number]:
+        counters.outcomes.clear()
+        patched = compared(tmp_path, trainer, max_tokens, stock, **options)
+        assert {path for _, path in patched.calls} == {"fused"}
+    if by_default:
+        assert "keeps the batches of TRL" not in caplog.text
+        steps = counters.outcomes[trainer, "steps"]
+        assert 0 < steps <= counters.outcomes[trainer, "micro-batches"] <= 4 * steps
 
 
 def test_kl_terms_above_zero(compare):

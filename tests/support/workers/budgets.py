@@ -79,11 +79,13 @@ def trained(directory: Path, trainer: str, tiny: dict | None = None, prepare: Ca
     return train(directory, models[0], reference, **{"data": shuffled(related_pairs), **options})
 
 
-def compared(directory: Path, trainer: str, max_tokens: int | None = None, **options) -> Run:
-    """Compares a training with `max_tokens` with that of stock, and returns it."""
-    stock = trained(directory / "stock", trainer, **options)
+def compared(
+    directory: Path, trainer: str, max_tokens: int | str | None = None, stock: Run | None = None, **options
+) -> Run:
+    """Compares a training with `max_tokens` with that of stock, which is run unless it is given, and returns it."""
+    stock = stock or trained(directory / "stock", trainer, **options)
     with fastdpo.patched(trainer, max_tokens=max_tokens or MAX_TOKENS[trainer]):
-        patched = trained(directory / "patched", trainer, **options)
+        patched = trained(directory / f"patched {max_tokens}", trainer, **options)
     assert_cut_alike(trainer, stock, patched)
     return patched
 
