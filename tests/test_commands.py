@@ -64,7 +64,7 @@ START = """
 import os, runpy, sys
 
 def modules(*command):
-    heavy = {"torch", "numpy", "transformers", "trl", "triton", "datasets", "accelerate"}
+    heavy = {"torch", "numpy", "transformers", "trl", "triton", "peft", "datasets", "accelerate"}
     print(sorted(heavy & sys.modules.keys()))
     sys.stdout.flush()
     os._exit(0)
@@ -140,9 +140,7 @@ def test_ctrl_c_ends_a_check_and_its_run(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(check.pid, signal.SIGINT)
-        out, err = check.communicate(
-            timeout=60
-        )  # until no process has the pipes of the command, which its run inherits
+        out, err = check.communicate(timeout=60)  # until no process has its pipes, which its run inherits
     assert (check.returncode, out) == (INTERRUPTED, "")
     assert err.splitlines()[-1] == "fastdpo check: interrupted"
     assert "Traceback" not in err
