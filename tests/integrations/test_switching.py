@@ -175,6 +175,30 @@ def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
                 assert 0 < walks < walks_of_stock
 
 
+def test_adapters_are_set_by_a_list_that_changes():
+    model = trained_adapter(tiny_model())
+    model.add_adapter("other", model.peft_config["default"])
+    fastdpo.prepare(model)
+    names = ["other"]
+    model.base_model.set_adapter(names)
+    for _ in range(2):
+        with model.disable_adapter():
+            pass
+        found = {name for name, requires_grad in trained(model).items() if requires_grad}
+        assert {adapter for adapter in model.peft_config for name in found if f".{adapter}." in name} == {*names}
+        names.append("default")
+
+
+def test_adapters_that_are_merged_again():
+    """PEFT unmerges them where one is set."""
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    for _ in range(3):
+        model.merge_adapter()
+        with pytest.warns(UserWarning, match="Unmerging the model first"):
+            model.set_adapter("default")
+        assert not any(layer.merged for layer in adapter_layers(model))
+
+
 class WithHead(torch.nn.Module):
     def __init__(self):
         super().__init__()
