@@ -14,8 +14,6 @@ QUANTIZERS := $(VENV)/quantizers
 TEST_FOLDERS := OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) \
 	FLASH_SOURCES=$(abspath $(FLASH_SOURCES)) QUANTIZERS=$(abspath $(QUANTIZERS)) \
 	TORCHTUNE=$(abspath $(TORCHTUNE))
-# pip compiles what it installs for longer than it downloads it. Python compiles what is imported.
-export PIP_NO_COMPILE := no
 TEST_PACKAGES := $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS) $(TORCHTUNE)
 
 # Each minor version of TRL between its rewrite and its fused head.
