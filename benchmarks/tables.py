@@ -343,6 +343,12 @@ def commits_of(result: Result) -> list[str]:
     return list(dict.fromkeys(short_commit(commit) for commit in own or [result["commit"]]))
 
 
+def at_commits(result: Result) -> str:
+    """`commits_of`, in words."""
+    commits = commits_of(result)
+    return f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
+
+
 def short_commit(commit: str) -> str:
     """Seven digits. A tree with changes is still named as one."""
     return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
@@ -352,8 +358,7 @@ def measured_on(results: Mapping[str, Result]) -> str:
     """Where the rows of a table, by their first cells, were measured: they are named if that is not one place."""
     places: dict[str, list[str]] = {}
     for row, result in results.items():
-        at = plural(len(commits_of(result)), "commit").partition(" ")[2]
-        places.setdefault(f"{machine_of(result)}, {at} {' and '.join(commits_of(result))}", []).append(row)
+        places.setdefault(f"{machine_of(result)}, {at_commits(result)}", []).append(row)
     if len(places) == 1:
         return f"Measured on {next(iter(places))}."
     return " ".join(f"Measured on {place}: {', '.join(rows)}." for place, rows in places.items())
@@ -414,9 +419,7 @@ def environment(result: Result) -> str:
     """Machine, versions, date and commits."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
-    commits = commits_of(result)
-    at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
-    return f"{machine}; {packages}; {result['date'][:10]}, {at}"
+    return f"{machine}; {packages}; {result['date'][:10]}, {at_commits(result)}"
 
 
 def profile_table(result: Result) -> str:

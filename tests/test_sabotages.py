@@ -4,12 +4,12 @@ import re
 
 import pytest
 
+from fastdpo.__main__ import parser, subparsers
 from fastdpo.integrations.options import PatchOptions
 from tests.support import ROOT
 from tests.support.sabotages import sabotages
 
 TRAINERS = (ROOT / "README.md").read_text()
-COMMANDS = (ROOT / "fastdpo" / "commands" / "__init__.py").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -26,9 +26,7 @@ def trainers() -> set[str]:
 
 
 def commands() -> set[str]:
-    return {
-        f"fastdpo {name}" for name in re.findall(r"\w+", COMMANDS.partition(": ")[2].partition(".")[0]) if name != "and"
-    }
+    return {f"fastdpo {name}" for name in subparsers(parser())}
 
 
 def test_each_promise_and_each_capability_has_an_entry():
