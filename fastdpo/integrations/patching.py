@@ -248,8 +248,10 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
         PatchError: it is patched with others.
     """
     known = _patched.get(examined.seam.name)
-    others = [name for name in options._fields if known and getattr(options, name) != getattr(known.options, name)]
-    if known is not None and others:
+    if known is None:
+        return examined._replace(options=options)
+    others = [name for name in options._fields if getattr(options, name) != getattr(known.options, name)]
+    if others:
         had, got = (", ".join(f"{name}={getattr(x, name)!r}" for name in others) for x in (known.options, options))
         raise PatchError(
             f"patch: options must be those that {known.seam.name} is patched with, {had}; got {got}. "
