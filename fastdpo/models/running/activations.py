@@ -172,16 +172,11 @@ class KeptActivations:
         self._call = None
         if applies(model, fused, batch):
             self._begin(model, fused, batch)
-        call, kept = self._call, self.kept if self._call is not None else []
-        try:
-            for layer in kept:
-                vars(layer)[FLAG] = False
+        call = self._call
+        with with_values([(layer, FLAG, False) for layer in self.kept] if call is not None else []):
             yield
-            if call is not None and call not in self._pending:
-                self._take_back()
-        finally:
-            for layer in kept:
-                vars(layer)[FLAG] = True
+        if call is not None and call not in self._pending:
+            self._take_back()
 
     def run(self, backbone: Callable[[], Any]) -> Any:
         """The output of a backbone whose layers run."""
