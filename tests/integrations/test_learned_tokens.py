@@ -9,7 +9,7 @@ import torch
 
 import fastdpo
 from fastdpo.integrations.trl.max_tokens import learned_tokens
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens
 from fastdpo.models import calls as counters
 from fastdpo.models.running import pace
 from fastdpo.ops import memory
@@ -124,14 +124,14 @@ class Stand:
         self.accelerator = SimpleNamespace(
             device=torch.device("cpu"), num_processes=1, optimizer_step_was_skipped=skipped, is_main_process=False
         )
-        self.args, self.model = SimpleNamespace(disable_tqdm=True), tiny_model()
+        self.args, self.model = SimpleNamespace(), tiny_model()
 
 
 def learn(learned: LearnedTokens, tokens: int) -> None:
     """Ends a step whose only micro-batch had so many tokens."""
     learned.ran((tokens, 1))
-    with learning(learned):
-        pass
+    learned.begin_largest()
+    learned.learn()
 
 
 def test_another_device_learns_anew(monkeypatch):
@@ -153,8 +153,8 @@ def test_what_was_learned_follows_the_memory_that_others_take(monkeypatch):
     for tokens, peak in ((20, 100), (56, 700)):  # noqa: B007
         learned.ran((tokens, 1))
         growing.append(pace.training().is_growing)
-        with learning(learned):
-            pass
+        learned.begin_largest()
+        learned.learn()
     learned.ran((56, 1))
     assert [*growing, pace.training().is_growing] == [True, True, False]
     assert learned.of_step(20) == 59

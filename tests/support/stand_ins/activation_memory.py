@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, learning
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens
 from fastdpo.integrations.trl.max_tokens.planning import UnitPlanner
 from fastdpo.models.running import activations, captures, pace
 from fastdpo.models.running.activations import FLAG, KeptActivations, Sizes
@@ -218,8 +218,7 @@ class Trainer(SimpleNamespace):
 class Own(LearnedTokens):
     """Those of a trainer's own largest batch, where larger micro-batches always gain."""
 
-    def _useful_tokens(self) -> int:
-        return 10**12
+    _useful = 10**12
 
 
 class Simulation:
@@ -314,12 +313,12 @@ class Simulation:
 
     def train(self, step: int, micro_batches: list[list[int]], is_cut: bool) -> None:
         largest = max(micro_batches, key=lambda pairs: self.world.size(step, pairs).packed)
-        for i, pairs in enumerate(micro_batches):
+        for pairs in micro_batches:
             if is_cut and pairs is largest:
                 self.own.begin_largest()
-            is_learning = self.spends and i == len(micro_batches) - 1 and self.world.accumulation > 1
-            with learning(self.own if is_learning else None):
-                self.micro_batch(step, pairs, is_cut)
+            self.micro_batch(step, pairs, is_cut)
+        if is_cut:
+            self.own.learn()
 
     def micro_batch(self, step: int, pairs: list[int], is_cut: bool) -> None:
         size = self.world.size(step, pairs)

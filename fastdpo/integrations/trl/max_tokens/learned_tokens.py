@@ -12,13 +12,10 @@ caused, such as a generation, can only keep the number smaller.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 
 from ....logs import logger
 from ....models.parts import base_of
@@ -85,8 +82,7 @@ class LearnedTokens:
         self._has_engine = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate"
         self._ran: Size = (0, 1)  # of the largest micro-batch of the step
         self._demand, self._room = Demand(), 0.0  # in the step: what is known, and the bytes of a micro-batch
-        self._used = math.inf  # before the largest micro-batch of the step
-        self._useful = 0
+        self._before: MemoryReport | None = None  # the largest micro-batch of the step
         self._key = ""
 
     @property
@@ -109,7 +105,7 @@ class LearnedTokens:
         fitting = self._demand.within(self._room)
         if self._is_own:
             saved["tokens"] = max(saved["tokens"], padded)
-            return max(packed, min(saved["tokens"], fitting, self._useful_tokens()))
+            return max(packed, min(saved["tokens"], fitting, self._useful))
         tokens = saved["tokens"] if saved["is_final"] else max(saved["tokens"], packed, padded)
         return tokens if now is None or self._room >= saved["room"] else max(packed, min(tokens, fitting))
 
@@ -130,7 +126,7 @@ class LearnedTokens:
         is_known = bool(saved["known"]) or step > 2 if self._is_own else saved["is_final"]
         return not self._has_engine and not is_known and memory.report(self.device) is not None
 
-    def is_learning(self) -> bool:
+    def _is_learning(self) -> bool:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
         saved = self._saved()
         is_known = not self._is_own and saved["is_final"]
@@ -138,41 +134,40 @@ class LearnedTokens:
 
     def begin_largest(self) -> None:
         """Takes note of the memory before the largest micro-batch of a step."""
-        now = memory.report(self.device) if self.is_learning() else None
-        self._used = math.inf if now is None else now.used
+        self._before = memory.report(self.device) if self._is_learning() else None
 
-    def learn(self, before: MemoryReport | None, after: MemoryReport | None) -> None:
-        """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
-        micro-batch of a step.
-        """
-        fitting, limit = self._ran[0], "the device reports no peak of memory"
+    def learn(self) -> None:
+        """Learns the tokens of later steps, on all ranks together, when the last micro-batch of a step has ended."""
+        if not self._is_learning():
+            return
+        fitting, limit, after = self._ran[0], "the device reports no peak of memory", memory.report(self.device)
         is_skipped, saved = self._trainer.accelerator.optimizer_step_was_skipped, self._saved()  # states may be missing
-        if before is not None and after is not None:
+        if self._before is not None and after is not None:
             limit = "more would not fit"
-            taken = int(after.peak - min(self._used, before.used))
+            used = max(self._before.used, after.used)
+            taken, room = after.peak - self._before.used, after.limit - used
             memory.hold(self.device, "micro-batches", taken, f"of up to {self._ran[0]:,} tokens")
-            demand, room = Demand(saved["known"]), after.limit - max(before.used, after.used)
+            demand = Demand(saved["known"])
             demand.note(self._ran, taken)
             fitting = demand.within(room)
             if not is_skipped:
-                saved |= dict(known=[*demand.known.items()], used=max(before.used, after.used), room=room)
+                saved |= dict(known=[*demand.known.items()], used=used, room=room)
         if self._is_own:
             return
         fitting, ran = self._of_ranks(-1 if is_skipped else fitting, self._ran[0])
         if fitting < 0:
             return
-        useful = self._useful_tokens()
         ran = max(ran, saved["tokens"])
-        saved["tokens"] = tokens = max(ran, min(fitting, useful))
-        saved["is_final"] = tokens >= useful or fitting < LEAST_GROWTH * ran
-        if saved["is_final"]:
-            why = "more would not be faster" if tokens >= useful else limit
+        saved["tokens"] = tokens = max(ran, min(fitting, self._useful))
+        saved["is_final"] = tokens >= self._useful or fitting < LEAST_GROWTH * ran
+        if saved["is_final"] and self._trainer.accelerator.is_main_process:
+            why = "more would not be faster" if tokens >= self._useful else limit
             text = f'max_tokens="auto" is {tokens} from here on, since {why}; max_tokens={tokens} repeats it'
-            say(self._trainer, f"fastdpo: {self._name}: {text}")
+            logger.info("fastdpo: %s: %s", self._name, text)
 
-    def _useful_tokens(self) -> int:
-        self._useful = self._useful or useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
-        return self._useful
+    @cached_property
+    def _useful(self) -> int:
+        return useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
 
     def _of_ranks(self, fitting: int, ran: int) -> tuple[int, int]:
         """What fits on every rank, and the most that any has run."""
@@ -190,24 +185,3 @@ class LearnedTokens:
             what = "own" if self._is_own else "auto"
             self._key = f"fastdpo: {what} tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
         return self._trainer.state.stateful_callbacks.setdefault(self._key, dict(EMPTY))
-
-
-@contextmanager
-def learning(learned: LearnedTokens | None) -> Iterator[None]:
-    """Runs the last micro-batch of a step, and learns from it."""
-    if learned is None or not learned.is_learning():
-        yield
-        return
-    before = memory.report(learned.device)
-    yield
-    learned.learn(before, memory.report(learned.device))
-
-
-def say(trainer: Any, text: str) -> None:
-    """Shows a text on the main process, next to its progress bars or in the log."""
-    if not trainer.accelerator.is_main_process:
-        return
-    if trainer.args.disable_tqdm:
-        logger.info("%s", text)
-    else:
-        tqdm.write(text)

@@ -27,7 +27,7 @@ from ....packing import IGNORE_INDEX
 from ...replacements import Replacements, temporarily
 from ...scored_rows import merged
 from ..gathering import of_all_ranks
-from .learned_tokens import LearnedTokens, learning
+from .learned_tokens import LearnedTokens
 from .planning import UnitPlanner
 from .refusals import NotCut, require_supported, say_kept
 
@@ -299,10 +299,12 @@ class StepBudget:
                 self._learned.begin_largest()
             with (
                 self._computing_losses((batches, torch.cat(micro_batches)) if is_last else None),
-                learning(self._learned) if ends_step and is_last else _without_sync(trainer, self._model),
+                nullcontext() if ends_step and is_last else _without_sync(trainer, self._model),
                 temporarily(trainer, current_gradient_accumulation_steps=1 / weight) if weight else nullcontext(),
             ):
                 loss = loss + self._train_on(self._budget.micro_batch(trainer, joined, units))
+        if ends_step and self._learned is not None:
+            self._learned.learn()
         return loss
 
     @contextmanager
