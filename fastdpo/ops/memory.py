@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -139,20 +140,15 @@ def report(device: torch.device) -> MemoryReport | None:
 
 def _left_in_groups() -> Iterator[int]:
     """The bytes that each control group around this process still allows."""
-    try:
-        paths = [x.split(":", 2)[1:] for x in GROUPS[0].read_text().splitlines()]
-    except OSError:
-        return
-    for kinds, path in paths:
+    paths = GROUPS[0].read_text().splitlines() if GROUPS[0].exists() else ()
+    for kinds, path in (x.split(":", 2)[1:] for x in paths):
         group = GROUPS[1] / kinds / path.lstrip("/")  # the second version of groups names no kinds
         for folder in (group, *group.parents) if "memory" in kinds.split(",") or not kinds else ():
             for files in LIMITS:
-                try:
+                with suppress(OSError):
                     most, used = ((folder / x).read_text() for x in files)
-                except OSError:
-                    continue
-                if most.strip() != "max":
-                    yield max(int(most) - int(used), 0)
+                    if most.strip() != "max":
+                        yield max(int(most) - int(used), 0)
 
 
 def left(device: torch.device) -> float:

@@ -78,16 +78,13 @@ class LearnedTokens:
 
     def __init__(self, trainer: Any, name: str, *, is_own: bool = False):
         self._trainer, self._name, self._is_own = trainer, name, is_own
+        self._device = trainer.accelerator.device
         args = trainer.args  # an engine for generation takes memory back that it has given
         self._has_engine = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate"
         self._ran: Size = (0, 1)  # of the largest micro-batch of the step
         self._demand, self._room = Demand(), 0.0  # in the step: what is known, and the bytes of a micro-batch
         self._before: MemoryReport | None = None  # the largest micro-batch of the step
         self._key = ""
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.accelerator.device
 
     def of_step(self, packed: int, padded: int = 0) -> int:
         """The tokens that a micro-batch of the step may have, by the memory that is free now.
@@ -100,7 +97,7 @@ class LearnedTokens:
             return packed
         saved = self._saved()
         self._demand = Demand(saved["known"])
-        now = memory.report(self.device) if saved["known"] else None
+        now = memory.report(self._device) if saved["known"] else None
         self._room = 0.0 if now is None else now.limit - max(saved["used"], now.used)
         fitting = self._demand.within(self._room)
         if self._is_own:
@@ -124,7 +121,7 @@ class LearnedTokens:
         """Whether later steps may have larger micro-batches, on a device that reports its memory."""
         step, saved = self._trainer.state.global_step, self._saved()
         is_known = bool(saved["known"]) or step > 2 if self._is_own else saved["is_final"]
-        return not self._has_engine and not is_known and memory.report(self.device) is not None
+        return not self._has_engine and not is_known and memory.report(self._device) is not None
 
     def _is_learning(self) -> bool:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states."""
@@ -134,19 +131,19 @@ class LearnedTokens:
 
     def begin_largest(self) -> None:
         """Takes note of the memory before the largest micro-batch of a step."""
-        self._before = memory.report(self.device) if self._is_learning() else None
+        self._before = memory.report(self._device) if self._is_learning() else None
 
     def learn(self) -> None:
         """Learns the tokens of later steps, on all ranks together, when the last micro-batch of a step has ended."""
         if not self._is_learning():
             return
-        fitting, limit, after = self._ran[0], "the device reports no peak of memory", memory.report(self.device)
+        fitting, limit, after = self._ran[0], "the device reports no peak of memory", memory.report(self._device)
         is_skipped, saved = self._trainer.accelerator.optimizer_step_was_skipped, self._saved()  # states may be missing
         if self._before is not None and after is not None:
             limit = "more would not fit"
             used = max(self._before.used, after.used)
             taken, room = after.peak - self._before.used, after.limit - used
-            memory.hold(self.device, "micro-batches", taken, f"of up to {self._ran[0]:,} tokens")
+            memory.hold(self._device, "micro-batches", taken, f"of up to {self._ran[0]:,} tokens")
             demand = Demand(saved["known"])
             demand.note(self._ran, taken)
             fitting = demand.within(room)
@@ -167,20 +164,20 @@ class LearnedTokens:
 
     @cached_property
     def _useful(self) -> int:
-        return useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
+        return useful_tokens(base_of(self._trainer.model, "max_tokens"), self._device)
 
     def _of_ranks(self, fitting: int, ran: int) -> tuple[int, int]:
         """What fits on every rank, and the most that any has run."""
         accelerator = self._trainer.accelerator
         if accelerator.num_processes == 1 or self._is_own:
             return fitting, ran
-        numbers = accelerator.gather(torch.tensor([[fitting, -ran]], device=self.device)).amin(0).tolist()
+        numbers = accelerator.gather(torch.tensor([[fitting, -ran]], device=self._device)).amin(0).tolist()
         return numbers[0], -numbers[1]
 
     def _saved(self) -> dict[str, Any]:
         """What was learned with as many ranks on such a device."""
         if not self._key:
-            report = memory.report(self.device)
+            report = memory.report(self._device)
             total, _ = self._of_ranks(0 if report is None else report.total, 0)
             what = "own" if self._is_own else "auto"
             self._key = f"fastdpo: {what} tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
