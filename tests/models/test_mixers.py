@@ -135,6 +135,12 @@ def test_wrong_segments_are_detected(monkeypatch, fresh_probe, name, sabotage, d
     assert reason in str(probe.probe(switched(name, dtype), CPU).unsupported_reason)
 
 
+def test_lost_prefixes_are_detected_where_rows_count_padding(monkeypatch, fresh_probe):
+    """Of rows that count padding, fewer share a prefix, and in bfloat16 their error is within the bound."""
+    lose_prefixes(monkeypatch)
+    assert "differ from its padded ones" in str(probe.probe(switched("zaya", torch.bfloat16), CPU).unsupported_reason)
+
+
 @pytest.mark.parametrize("name", HYBRID)
 def test_a_mixer_without_a_layout_is_detected(monkeypatch, name):
     """Without its layout a mixer takes packed tokens for one row."""
