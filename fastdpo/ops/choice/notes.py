@@ -4,8 +4,8 @@ They hold for one device name and architecture, driver, torch, Triton, flash att
 builds from the Kernels Hub), and source of kernels and ops. The environment variable
 FASTDPO_KERNEL_CACHE names the directory of the file (`~/.cache/fastdpo` by default); "0" disables it.
 
-Other processes may read and replace the file at any time. One that cannot be read, or is of another
-format, is replaced.
+Other processes may read and replace the file at any time. One that cannot be read is replaced. Its name is a hash of
+all that the notes depend on, so one of another format, which other sources write, has another name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ...logs import warn
 from ..devices import architecture
 
 VARIABLE = "FASTDPO_KERNEL_CACHE"
-FORMAT = 3
 LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 builds: dict[str, ModuleType] = {}
@@ -54,7 +53,7 @@ class Notes(NamedTuple):
         layers: by model, its compiled layers (`models.running`).
     """
 
-    passed: list[str]
+    passed: set[str]
     choices: dict[str, Any]
     layers: dict[str, Compiled]
 
@@ -65,35 +64,23 @@ def read(device: torch.device) -> Notes:
     if path is not None:
         try:
             content = json.loads(path.read_text())
-            if content["format"] == FORMAT and content["environment"] == environment(device):
-                layers = {str(name): Compiled(*map(float, x)) for name, x in content["layers"].items()}
-                return Notes([str(name) for name in content["passed"]], dict(content["choices"]), layers)
+            layers = {str(name): Compiled(*map(float, x)) for name, x in content["layers"].items()}
+            return Notes({str(name) for name in content["passed"]}, dict(content["choices"]), layers)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass
-    return Notes([], {}, {})
+    return Notes(set(), {}, {})
 
 
-def note(
-    device: torch.device,
-    *,
-    passed: str | None = None,
-    choices: dict[str, Any] | None = None,
-    layers: dict[str, Compiled] | None = None,
-) -> None:
-    """Adds a kernel that passed its trial, choices, and compiled layers to the notes on a device."""
+def note(device: torch.device, **new: Any) -> None:
+    """Adds to the notes on a device, by the names of their fields."""
     path = _path(device)
     if path is None:
         return
-    before = read(device)
-    content = {
-        "format": FORMAT,
-        "environment": environment(device),
-        "passed": sorted({*before.passed, *([] if passed is None else [passed])}),
-        "choices": before.choices | (choices or {}),
-        "layers": before.layers | (layers or {}),
-    }
+    known = read(device)
+    known = known._replace(**{name: getattr(known, name) | x for name, x in new.items()})
+    content = {"environment": environment(device), **known._asdict()}  # the environment is for readers
     try:
-        atomic_files.write(path, json.dumps(content, indent=1).encode())
+        atomic_files.write(path, json.dumps(content, indent=1, default=sorted).encode())
     except OSError as error:
         warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
 

@@ -138,7 +138,7 @@ def _tried(kernel: Kernel, trial: Trial) -> str | None:
         return None
     reason = outcome(trial, kernel.device, kernel.dtype)
     if reason is None:
-        notes.note(kernel.device, passed=kernel.noted)
+        notes.note(kernel.device, passed={kernel.noted})
     return reason
 
 
