@@ -33,7 +33,7 @@ from torch import Tensor
 from ...logs import report, warn
 from ..choice import tuning
 from ..choice.tuning import Candidate
-from ..choice.verdicts import Kernel, failure_of_candidate, outcome
+from ..choice.verdicts import Kernel, failure_of_candidate, outcome, works
 from ..devices import current_stream, is_capturing, suits_triton
 from . import device_layout, trials
 from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, DeviceLayout, Kind, Rows, rows_of
@@ -196,7 +196,7 @@ def chosen(kind: Kind, rows: Rows, example: tuple[Tensor, Tensor]) -> str | None
         if selected not in BACKENDS:
             raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {selected}")
         reason = BACKENDS[selected].unsupported_reason(kind)
-        if reason is None and selected == TRITON and not OWN.works(kind):
+        if reason is None and selected == TRITON and not works(*OWN.kernel_and_trial(kind)):
             reason = "it is disabled, as logged"
         if reason is not None:
             rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
@@ -281,7 +281,7 @@ def _log_unsupported(reason: str) -> None:
 def _is_usable(name: str, kind: Kind) -> bool:
     if BACKENDS[name].unsupported_reason(kind) is not None or replaced.get(kind.of_kernels) == name:
         return False
-    return OWN.works(kind) if name == TRITON else passes_probe(name, kind.of_kernels)
+    return works(*OWN.kernel_and_trial(kind)) if name == TRITON else passes_probe(name, kind.of_kernels)
 
 
 def _failure(name: str, kind: Kind) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..choice.verdicts import Kernel, Trial, works
+from ..choice.verdicts import Kernel, Trial
 from ..devices import compute_capability, suits_triton
 from . import trials
 from .device_layout import OP, AttentionOptions, Kind, Rows, offsets
@@ -44,11 +44,8 @@ class TritonBackend:
             return f"it needs float16 or bfloat16; got {kind.dtype}"
         return reason
 
-    def works(self, kind: Kind) -> bool:
-        """Whether the kernels for a supported call work on its device (see `verdicts`)."""
-        return works(*self.kernel_and_trial(kind))
-
     def kernel_and_trial(self, kind: Kind) -> tuple[Kernel, Trial]:
+        """The kernels for a supported call, and their trial (see `verdicts`)."""
         described = tuple(f"{name} {x}" for name, x in kind.features.items())
         call = partial(self.call, least_turns=1)  # several programs for the keys of a prefix
         trial = partial(trials.packed_attention, call, **kind.features)

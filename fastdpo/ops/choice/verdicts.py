@@ -68,8 +68,6 @@ def works(kernel: Kernel, trial: Trial) -> bool:
     Raises:
         NotFused: it may not, and `FASTDPO_STRICT=1`.
     """
-    if not is_tried(kernel.device):
-        return True
     with _lock:
         if kernel not in failures and is_capturing(kernel.device):
             return True
