@@ -49,7 +49,6 @@ class Means:
         self.names, self.group = tuple(names), group
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums_and_counts = torch.zeros(2, len(self.names), dtype=dtype, device=device)
-        self._columns: dict[tuple[str, ...], Tensor] = {}
 
     def update(self, **values: Tensor) -> None:
         """Adds values of any shape and dtype, with weight 1 each, without a synchronization.
@@ -91,25 +90,16 @@ class Means:
         if not values:
             return
         total = self._sums_and_counts
-        added: list[Tensor] = []
-        for value, weight in values.values():
+        added = dict.fromkeys(self.names, total.new_zeros(2))
+        for name, (value, weight) in values.items():
             x = value.detach().to(total.dtype)
             if weight is None:
-                added.append(torch.stack([x.sum(), x.new_full((), x.numel())]))
+                of_metric = torch.stack([x.sum(), x.new_full((), x.numel())])
             else:
                 w = weight.detach().to(total.dtype)
-                added.append(torch.stack([torch.where(w != 0, x * w, 0.0).sum(), w.sum()]))
-        total.index_add_(1, self._columns_of(tuple(values)), torch.stack(added, 1).to(total.device))
-
-    def _columns_of(self, names: tuple[str, ...]) -> Tensor:
-        """The columns of these metrics on the device.
-
-        Cached, because each copy to the device would synchronize.
-        """
-        if names not in self._columns:
-            columns = [self.names.index(name) for name in names]
-            self._columns[names] = torch.tensor(columns, device=self._sums_and_counts.device)
-        return self._columns[names]
+                of_metric = torch.stack([torch.where(w != 0, x * w, 0.0).sum(), w.sum()])
+            added[name] = of_metric.to(total.device)
+        total += torch.stack([*added.values()], 1)
 
     def compute(self) -> dict[str, float]:
         """Returns the means over all ranks since the last call and resets them.
