@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 OK, OFF, FAILED = "ok", "off", "failed"
 NAME = "fastdpo.doctor"
-OPTIONAL = ("trl", "transformers", "accelerate", "peft", "datasets", "deepspeed", "openrlhf", "llamafactory")
-OPTIONAL += ("ms-swift", "axolotl", "flash-attn")
+OPTIONAL = ("transformers", "accelerate", "peft", "datasets", "deepspeed", "axolotl", "flash-attn")
+"""Packages next to those of trainers."""
 
 
 class Finding(NamedTuple):
@@ -118,14 +118,13 @@ def package_findings() -> Iterator[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = installed_version(requirement.name)
-        if version is None:
-            yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
-        elif requirement.specifier.contains(version, prereleases=True):
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
             known = f": {packages.description(requirement.name)}" if requirement.name in packages.TESTED else ""
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
-            yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
-    for package in dict.fromkeys((*OPTIONAL, *(entry.distribution for entry in ENTRIES))):
+            got = f"{version or 'not installed'}; fastdpo requires {requirement.specifier}"
+            yield Finding(FAILED, requirement.name, got)
+    for package in dict.fromkeys((*(entry.distribution for entry in ENTRIES), *OPTIONAL)):
         version = installed_version(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
@@ -142,11 +141,10 @@ def _as_a_script_sees_it() -> Finding:
 
 def _optional(package: str, version: str) -> Finding:
     """An installed package, and whether its version was tested."""
-    reason = packages.missing_reason((package,)) if package in packages.TESTED else None
-    if reason is not None:
-        return Finding(OFF, package, f"{version}: off, {reason.named}")
     if package in packages.TESTED:
-        return Finding(OK, package, f"{version}: {packages.description(package)}")
+        reason = packages.missing_reason((package,))
+        known = packages.description(package) if reason is None else f"off, {reason.named}"
+        return Finding(OK if reason is None else OFF, package, f"{version}: {known}")
     entries = [entry for entry in ENTRIES if entry.distribution == package]
     if not entries:
         trains_with = " and ".join(TRAINS_WITH.get(package, ()))
