@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 from ...accuracy import Difference
 from ...data.files import load_preferences
 from ...integrations import patching
-from ...integrations.registry import ENTRIES
+from ...integrations.registry import entries_of
 from ..model_names import is_reward_model
 from . import tiny
 from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
@@ -121,10 +120,10 @@ def _require_trainer(trainer: str) -> None:
     (seam,) = patching.examine(trainer).seams
     if not seam.on:
         raise ValueError(f"{trainer} is off: {seam.reason}")
-    supported = next(entry.versions for entry in ENTRIES if entry.trainer == trainer)
+    newest, *_ = entries_of(trainer)
     is_newer = any(package.startswith("trl ") for package in seam.newer)
-    if not is_newer and (seam.version is None or seam.version not in SpecifierSet(supported)):
-        raise ValueError(f"TRL {supported} is required; got {seam.version}")
+    if not (is_newer or newest.supports(seam.version)):
+        raise ValueError(f"TRL {newest.versions} is required; got {seam.version}")
 
 
 def _hide_progress_of_libraries() -> None:
