@@ -7,7 +7,7 @@ fastdpo may differ from stock by as much as two runs of stock that differ in the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,13 +36,11 @@ class Cost(NamedTuple):
 
 
 def costs(stock: Run, fastdpo: Run) -> list[Cost]:
-    found = [
-        Cost("tokens a batch", "", stock["tokens"], fastdpo["tokens"]),
-        Cost("peak memory above the models", "MiB", stock["memory"] / 2**20, fastdpo["memory"] / 2**20),
-    ]
-    if stock["seconds"] is not None:  # else there are too few batches to tell
-        found.insert(1, Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]))
-    return found
+    tokens = Cost("tokens a batch", "", stock["tokens"], fastdpo["tokens"])
+    memory = Cost("peak memory above the models", "MiB", stock["memory"] / 2**20, fastdpo["memory"] / 2**20)
+    if stock["seconds"] is None:  # there are too few batches to tell
+        return [tokens, memory]
+    return [tokens, Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]), memory]
 
 
 def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Difference]:
@@ -81,13 +79,11 @@ def _column(run: Run, name: str) -> Tensor | None:
     return torch.tensor(values, dtype=torch.float64, device="cpu") if values else None
 
 
-def _scale(run: Run, name: str) -> Tensor | None:
+def _scale(run: Run, name: str) -> Tensor:
     """The size of the numbers that a metric is computed from, [batches]. Rewards and losses are differences of
     log-probabilities of rows, or of what a reward model returns, and means of logits cancel.
     """
-    value = _column(run, name)
-    if value is None:
-        return None
+    value = cast(Tensor, _column(run, name))
     if name in COUNTS:
         return torch.ones_like(value)
     if name.startswith("logits/"):
