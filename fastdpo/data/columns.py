@@ -11,6 +11,8 @@ import numpy as np
 from .. import checks
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+"""Those of precomputed references, which TRL reads."""
 INTS = (int, np.integer)
 ROWS_READ_AT_ONCE = 1000
 

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .. import checks
-from ..data.columns import require_dataset
+from ..data.columns import REFERENCE_COLUMNS, require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.examine.comparable import in_evaluation_mode
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["RefLogps", "precompute", "with_ref_logps"]
-
-OUTPUTS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 def precompute(
@@ -154,16 +152,18 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
         if x.shape != (len(dataset),):
             got = len(x) if x.dim() == 1 else f"shape {list(x.shape)}"
             raise ValueError(f"with_ref_logps: logps must have {len(dataset)} rows; got {got}")
-    columns = dict(zip(OUTPUTS, (x.to("cpu", torch.float32).numpy() for x in logps), strict=True))
+    columns = dict(zip(REFERENCE_COLUMNS, (x.to("cpu", torch.float32).numpy() for x in logps), strict=True))
     if hasattr(dataset, "add_column"):
         names, result = set(dataset.column_names), dataset
-        for name, column in columns.items() if names.isdisjoint(OUTPUTS) else ():
+        for name, column in columns.items() if names.isdisjoint(REFERENCE_COLUMNS) else ():
             result = result.add_column(name, column)
     else:
         names = set().union(*dataset)
         result = [{**row, **{name: float(x[i]) for name, x in columns.items()}} for i, row in enumerate(dataset)]
-    if not names.isdisjoint(OUTPUTS):
-        raise ValueError(f"with_ref_logps: dataset must not have {' and '.join(OUTPUTS)} yet; got {sorted(names)}")
+    if not names.isdisjoint(REFERENCE_COLUMNS):
+        raise ValueError(
+            f"with_ref_logps: dataset must not have {' and '.join(REFERENCE_COLUMNS)} yet; got {sorted(names)}"
+        )
     return result
 
 

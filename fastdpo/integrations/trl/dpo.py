@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ...data.columns import COLUMNS
+from ...data.columns import COLUMNS, REFERENCE_COLUMNS
 from ...logs import NotFused, warn
 from ...models import forward
 from ...models.batch import labels_from
@@ -54,7 +54,7 @@ PAIRS: dict[str, Any] = dict(
     relies_on=(*RELIES_ON, "_compute_loss", "compute_ref_log_probs"),
     rows_of_unit=2,
     columns=COLUMNS,
-    entries=frozenset({"input_ids", "attention_mask", "completion_mask", *precompute.VALUES}),
+    entries=frozenset({"input_ids", "attention_mask", "completion_mask", *REFERENCE_COLUMNS}),
     uncuttable=uncuttable,
 )
 """How their steps are cut (see `Budget`)."""
@@ -127,8 +127,8 @@ class RewrittenDPOLine(TrainerLine):
         if not budget.is_running or trainer.precompute_ref_logps:
             yield inputs
             return
-        logps = budget.known or dict(zip(precompute.VALUES, reference_logps(trainer, inputs), strict=True))
-        logps = {name: logps[name] for name in precompute.VALUES}
+        logps = budget.known or dict(zip(REFERENCE_COLUMNS, reference_logps(trainer, inputs), strict=True))
+        logps = {name: logps[name] for name in REFERENCE_COLUMNS}
         budget.note(logps)
         with temporarily(trainer, precompute_ref_logps=True):
             yield {**inputs, **logps}

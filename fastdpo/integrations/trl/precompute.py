@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ...data.columns import has_transform
+from ...data.columns import REFERENCE_COLUMNS, has_transform
 from ...logs import report, warn
 from ...models import forward, parts
 from ...models.examine.comparable import in_evaluation_mode
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 
 FOLDER = "fastdpo-ref-logps"
-
-VALUES = ("ref_chosen_logps", "ref_rejected_logps")
-"""The columns that hold the values."""
 
 ENGINE = "_precompute_engine"
 """The attribute in which TRL keeps the DeepSpeed engine of a policy that is its own reference."""
@@ -86,7 +83,7 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
     from ...ref_logps import pairs
 
     base = parts.base_of(reference_of(trainer), "precompute_ref_log_probs")
-    if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
+    if rope_limit(base) is None or set(REFERENCE_COLUMNS) <= set(dataset.column_names):
         return None
     collator = cast("DataCollatorForPreference", trainer.data_collator)
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode)
@@ -104,8 +101,8 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
 
     from ...ref_logps import keys, pairs, passes, with_ref_logps
 
-    if set(VALUES) <= set(dataset.column_names):
-        warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")
+    if set(REFERENCE_COLUMNS) <= set(dataset.column_names):
+        warn(f"{DPO}: the {name} dataset has {' and '.join(REFERENCE_COLUMNS)}, which are used as they are")
         return dataset
 
     model = reference_of(trainer)
