@@ -113,14 +113,7 @@ def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor)
 
     Returns:
         int64 [2B, L], `IGNORE_INDEX` where a token is not scored.
-
-    Raises:
-        ValueError: the number of lengths is not B.
     """
     lengths = torch.as_tensor(prompt_lengths, device=ids.device).flatten()
-    if 2 * len(lengths) != len(ids):
-        raise ValueError(
-            f"answer_labels: prompt_lengths must have one entry for each of {len(ids) // 2} pairs; got {len(lengths)}"
-        )
     in_prompt = torch.arange(ids.shape[1], device=ids.device) < lengths.repeat(2)[:, None]
     return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)

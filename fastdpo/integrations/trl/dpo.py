@@ -75,7 +75,7 @@ class RewrittenDPOLine(TrainerLine):
         """A context in which TRL's code scores a batch.
 
         Args:
-            trainer: the trainer, which may have no state.
+            trainer: the trainer, with a state.
             inputs: the batch.
             wants_output: whether the caller wants the output of the model.
         """

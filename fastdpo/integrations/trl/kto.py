@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ..bypass import STATE, is_overridden
+from ..bypass import is_overridden
 from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
 from .fused_head import FusedHeadLine
@@ -142,7 +142,7 @@ class KTOLine(FusedHeadLine):
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
     """Whether the two calls of the reference for a batch can be one fused call with equal results."""
-    if vars(trainer).get(STATE) is None or not trainer.calculate_KL:
+    if not trainer.calculate_KL:
         return False
     if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
         return False

@@ -61,13 +61,10 @@ class LogitsLine(TrainerLine):
 
     def scoring(self, trainer: Any, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch, for a caller that may want the output of the model."""
-        state = self.state_of(trainer)
-        if state is None:
-            return nullcontext()
         if wants_output:
             forward.record_fallback(trainer.model, self.name, Reason("wants-output"))
             return nullcontext()
-        return temporarily(state, running=self.labels(trainer, inputs))
+        return temporarily(self.state_of(trainer), running=self.labels(trainer, inputs))
 
     def rows_of(self, trainer: Any, output: Any, length: int) -> ScoredRows:
         """The scored rows of the output of a model for rows of this length."""
