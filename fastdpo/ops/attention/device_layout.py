@@ -225,8 +225,7 @@ class Rows:
 
     def sizes_with_room(self, host: tuple) -> tuple[int, ...]:
         """`sizes_of` a description, and room for others of as many tokens: none for what each token has one of."""
-        sizes = (n if n == self.tokens + 1 else n + self.room * (n // 4 + 64) for n in sizes_of(host))
-        return tuple(sizes) if self.room else sizes_of(host)
+        return tuple(n if n == self.tokens + 1 else n + self.room * (n // 4 + 64) for n in sizes_of(host))
 
 
 def _checked(rows: Sequence[tuple[int, int, int, int]], tokens: int) -> list[Row]:

@@ -91,15 +91,13 @@ class _LinearLogps(torch.autograd.Function):
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *others)
         needs = ctx.needs_input_grad[:3]
-        again = torch.is_grad_enabled() and not is_traced()
-        if again or is_transformed():
+        if is_transformed() or (torch.is_grad_enabled() and not is_traced()):
             statistics = "entropy" if ctx.has_entropy else ""
             define = functools.partial(_defined, targets, ctx.transform, ctx.compute_dtype, statistics)
             inputs, upstream = (hidden, weight, bias), (grad_logps, grad_entropy)
             return *gradients_of_definition(define, inputs, needs, upstream), *others
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs)
-        is_op = is_traced() or torch.is_grad_enabled()
-        backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
+        backward = linear_logps_bwd if is_traced() else linear_logps_bwd._init_fn
         grads = backward(*given, hidden, weight, bias, targets, *ctx.transform, ctx.compute_dtype)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *others
 

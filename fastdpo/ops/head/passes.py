@@ -308,12 +308,9 @@ class Head:
 
     def empty_outputs(self, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
         """Uninitialized outputs of `forward`."""
-        kept = self.format.allocate(keep, self._parameters[0])
-        return [kept, self._empty_jacobian(form_jacobian), *empty_results(self.hidden, statistics)]
-
-    def _empty_jacobian(self, form_jacobian: bool) -> Tensor:
-        n, d = self.hidden.shape
-        return self.hidden.new_empty(n if form_jacobian else 0, d, dtype=self.accumulation_dtype)
+        kept, (n, d) = self.format.allocate(keep, self._parameters[0]), self.hidden.shape
+        jacobian = self.hidden.new_empty(n if form_jacobian else 0, d, dtype=self.accumulation_dtype)
+        return [kept, jacobian, *empty_results(self.hidden, statistics)]
 
     def forward(self, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
         """Results of a head, and what its backward needs.
@@ -323,10 +320,7 @@ class Head:
             [N, D], or [0, D] if not `form_jacobian`; then what `results` returns, [N] each.
         """
         with torch.autocast(self.hidden.device.type, enabled=False):
-            if not len(self.hidden):
-                return self.empty_outputs(statistics, keep, form_jacobian)
-            kept = self.format.allocate(keep, self._parameters[0])
-            jacobian = self._empty_jacobian(form_jacobian)
+            kept, jacobian, *results = self.empty_outputs(statistics, keep, form_jacobian)
             tile_weight = self.weight.to(kept.dtype) if form_jacobian else self.weight  # widened for float16 on a CPU
             tiles: list[list[Tensor]] = []
             for rows in row_slices(len(self.hidden), self.format.rows):
@@ -338,7 +332,8 @@ class Head:
                 tiles.append(self.results(rows, statistics, gradient))
                 if form_jacobian and gradient is not None:
                     wide_product(gradient, tile_weight, jacobian[rows])
-            results = tiles[0] if len(tiles) == 1 else [torch.cat(x) for x in zip(*tiles, strict=True)]
+            if tiles:
+                results = tiles[0] if len(tiles) == 1 else [torch.cat(x) for x in zip(*tiles, strict=True)]
             return [kept, jacobian, *results]
 
     def backward(self, inputs: GradientInputs, kept: Tensor, jacobian: Tensor, needs: Sequence[bool]) -> Gradients:
