@@ -29,11 +29,8 @@ NAMES = {
     "transformers.configuration_utils": ("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),
     "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
     "accelerate.accelerator": ("Accelerator.gather", "Accelerator.gather_for_metrics"),
-    "accelerate.data_loader": (
-        *("BatchSamplerShard._iter_with_no_split", "SeedableRandomSampler.__iter__"),
-        *("DataLoaderShard", "DataLoaderDispatcher"),
-    ),
-    "accelerate.utils": ("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),
+    "accelerate.data_loader": ("BatchSamplerShard._iter_with_no_split",),
+    "accelerate.utils": ("extract_model_from_parallel", "is_peft_model", "send_to_device"),
     "accelerate.state": ("AcceleratorState._shared_state",),
     "peft.tuners.tuners_utils": ("BaseTunerLayer.disable_adapters", "BaseTunerLayer.active_adapters"),
     "peft.utils.other": ("AuxiliaryTrainingWrapper",),
