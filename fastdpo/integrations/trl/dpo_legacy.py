@@ -28,10 +28,8 @@ from ..line import TrainerLine
 from ..options import liger_reason
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows, score
-from .dpo import padded
+from .dpo import DPOTrainer, padded
 from .gathering import of_all_ranks
-
-DPOTrainer = Any  # types are checked in an environment with another TRL
 
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
