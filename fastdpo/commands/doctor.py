@@ -193,10 +193,7 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     query = torch.empty(16, 8, 128, dtype=torch.bfloat16, device=device)
     kind = Kind.of(query, query, AttentionOptions(128**-0.5, None, None))
     for name, backend in routes.BACKENDS.items():
-        reason = backend.unsupported_reason(kind)
-        if reason is None and name != routes.TRITON:
-            passes = routes.passes_probe(name, kind.of_kernels)
-            reason = None if passes else "it fails on a small case, as logged"
+        reason = backend.unsupported_reason(kind) or routes.failure(name, kind)
         yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
 
 

@@ -238,7 +238,7 @@ def _fastest(builtin: str, kind: Kind, rows: Rows, example: tuple[Tensor, Tensor
 
     def candidates() -> list[Candidate]:
         return [
-            Candidate(name, run=_run_of(backend, kind, rows, *example), failure=partial(_failure, name, kind))
+            Candidate(name, run=_run_of(backend, kind, rows, *example), failure=partial(failure, name, kind))
             for name, backend in BACKENDS.items()
             if backend.unsupported_reason(kind) is None
         ]
@@ -284,7 +284,7 @@ def _is_usable(name: str, kind: Kind) -> bool:
     return works(*OWN.kernel_and_trial(kind)) if name == TRITON else passes_probe(name, kind.of_kernels)
 
 
-def _failure(name: str, kind: Kind) -> str | None:
+def failure(name: str, kind: Kind) -> str | None:
     """Why a backend that supports calls of a kind may not be used, or None."""
     if replaced.get(kind.of_kernels) == name:
         return "it has failed before, as logged"
