@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,21 +69,27 @@ def require_integer(op: str, argument: str, value: object, rule: str) -> None:
         require(-LARGEST_INT - 1 <= int(value) <= LARGEST_INT, op, argument, "fit into 64 bits", value)
 
 
-def require_positive_integer(op: str, argument: str, value: object, *, optional: bool = False) -> None:
-    """Requires a positive integer, or None if it is optional."""
+def _require_scalar(
+    kind: Callable, op: str, argument: str, value: object, rule: str, holds: Callable, optional: bool
+) -> None:
+    """Requires a value that `kind` takes, `require_integer` or `require_number`, and for which something holds, or None
+    if it is optional.
+    """
     if optional and value is None:
         return
-    rule = f"be a positive integer{' or None' if optional else ''}"
-    require_integer(op, argument, value, rule)
-    require(value > 0, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+    rule += " or None" if optional else ""
+    kind(op, argument, value, rule)
+    require(holds(value), op, argument, rule, value)
 
 
-def require_bytes(op: str, **numbers: object) -> None:
-    rule = "be a number of bytes, an int of 0 or more, or None"
-    for name, n in numbers.items():
-        if n is not None:
-            require_integer(op, name, n, rule)
-            require(n >= 0, op, name, rule, n)  # pyright: ignore[reportOperatorIssue]
+def require_positive_integer(op: str, argument: str, value: object, *, optional: bool = False) -> None:
+    """Requires a positive integer, or None if it is optional."""
+    _require_scalar(require_integer, op, argument, value, "be a positive integer", lambda n: n > 0, optional)
+
+
+def require_bytes_or_none(op: str, argument: str, value: object) -> None:
+    rule = "be a number of bytes, an int of 0 or more,"
+    _require_scalar(require_integer, op, argument, value, rule, lambda n: n >= 0, optional=True)
 
 
 def require_tensors(op: str, **tensors: object) -> None:
@@ -119,20 +125,13 @@ def require_number(op: str, argument: str, value: object, rule: str) -> None:
 
 def require_positive(op: str, argument: str, value: object, *, optional: bool = False) -> None:
     """Requires a positive and finite number, or None if it is optional."""
-    if optional and value is None:
-        return
-    rule = f"be positive and finite{' or None' if optional else ''}"
-    require_number(op, argument, value, rule)
-    require(value > 0 and _is_finite(value), op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+    rule = "be positive and finite"
+    _require_scalar(require_number, op, argument, value, rule, lambda x: x > 0 and _is_finite(x), optional)
 
 
 def require_finite(op: str, argument: str, value: object, *, optional: bool = False) -> None:
     """Requires a finite number, or None if it is optional."""
-    if optional and value is None:
-        return
-    rule = f"be finite{' or None' if optional else ''}"
-    require_number(op, argument, value, rule)
-    require(_is_finite(value), op, argument, rule, value)
+    _require_scalar(require_number, op, argument, value, "be finite", _is_finite, optional)
 
 
 def _is_finite(number: Any) -> bool:

@@ -67,7 +67,7 @@ VALUES = {  # by argument, a rule, and values that break it: those of a tensor, 
         ),
     ),
 }
-POSITIVE, SIZE = ("be positive and finite", (0, -1.0, INF)), ("be (a positive integer|at least 1|an int or N)", (0, -1))
+POSITIVE, SIZE = ("be positive and finite", (0, -1.0, INF)), ("be a positive integer", (0, -1))
 RANGES = {  # by argument, the rule of a number and numbers that break it
     **dict.fromkeys(("softcap", "temperature", "beta", "discopop_tau"), POSITIVE),
     **dict.fromkeys(("window", "max_length", "tokens_per_batch"), SIZE),

@@ -258,9 +258,7 @@ def packed_attention(
     readable = rows.device.type == "cpu" or rows.device == query.device
     checks.require(readable, OP, "rows", "be on the CPU or the device of query ({})", rows.device, query.device)
     checks.require_finite(OP, "scale", scale, optional=True)
-    if window is not None:
-        checks.require_integer(OP, "window", window, "be an int or None")
-        checks.require(window >= 1, OP, "window", "be at least 1 or None", window)
+    checks.require_positive_integer(OP, "window", window, optional=True)
     checks.require_positive(OP, "softcap", softcap, optional=True)
     if sinks is not None:
         checks.require(sinks.shape == (h,), OP, "sinks", "be [{}], one per head of query", list(sinks.shape), h)

@@ -276,4 +276,4 @@ def _check_head(
         checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
     checks.require_targets(OP, targets, hidden.shape[:1])
     checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
-    checks.require_bytes(OP, memory_budget=memory_budget)
+    checks.require_bytes_or_none(OP, "memory_budget", memory_budget)
