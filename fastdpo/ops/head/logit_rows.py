@@ -313,8 +313,7 @@ class GradientSum:
 
     def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None) -> None:
         self.out, self.scale = out, scale
-        self.separate = scale is not None or out.dtype != dtype
-        self.total = torch.empty_like(out, dtype=dtype) if self.separate else out
+        self.total = out if scale is None and out.dtype == dtype else torch.empty_like(out, dtype=dtype)
         self.overwrite = True  # the first product replaces what `total` holds
 
     def add(self, tile: Tensor, rows: Tensor) -> None:
@@ -330,7 +329,7 @@ class GradientSum:
         """Writes the gradient to `out`."""
         if self.scale is not None:
             self.total *= self.scale
-        if self.separate:
+        if self.total is not self.out:
             self.out.copy_(self.total)
 
 
