@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,7 +81,6 @@ def _settled(device: torch.device, dtype: torch.dtype, vocabulary: int, width: i
     return ROW_WARPS[tuning.settled(_tuned(device, dtype, vocabulary, width), DEFAULT_WARPS, [*ROW_WARPS])]
 
 
-@lru_cache
 def _tuned(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> Kernel:
     return Kernel(OP, device, dtype, (f"V {vocabulary}", f"D {width}"))
 
