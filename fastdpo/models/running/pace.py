@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ...logs import is_set
 from ...ops import second_derivatives
@@ -88,12 +89,15 @@ trainings = [Training()]
 
 def training() -> Training:
     """The training that runs."""
-    _count_steps()
+    if trainings[-1].left is None:
+        _count_steps()
     return trainings[-1]
 
 
 def begin(settled: dict[str, bool]) -> Training:
     """Takes note that a trainer begins, and of what its checkpoint says. It counts the steps itself."""
+    _count_steps().remove()
+    _count_steps.cache_clear()
     trainings[:] = [Training(left=0, settled=settled)]
     return trainings[-1]
 
@@ -101,15 +105,17 @@ def begin(settled: dict[str, bool]) -> Training:
 def end() -> None:
     """Takes note that the training of a trainer has ended, if by an error. Steps of other loops are counted again."""
     trainings[-1].left, trainings[-1].is_growing = None, False
+    _count_steps()
 
 
 @functools.cache
-def _count_steps() -> None:
-    def count(*_: object) -> None:
-        if trainings[-1].left is None:
-            trainings[-1].done += 1
+def _count_steps() -> RemovableHandle:
+    """Has optimizers count the steps of the training that runs."""
 
-    register_optimizer_step_post_hook(count)
+    def count(*_: object) -> None:
+        trainings[-1].done += 1
+
+    return register_optimizer_step_post_hook(count)
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
