@@ -133,11 +133,17 @@ def inputs_once(maker: object, sources: Sequence[Tensor], make: Callable[[], Any
 
 
 @contextmanager
-def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
+def labels_from(source: Tensor | None, ids: Tensor, passes: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """In the block, the labels of calls with these ids follow from a tensor as those of the collated batch do, if the
     batch has come with it. They need not be the same tensor on a device then.
+
+    Args:
+        source: the tensor.
+        ids: of the batch.
+        passes: asked on a device, whether calls are given what follows from the tensor as it is.
     """
-    batches = [x for x in recent if x.padded.input_ids is ids and any(y is source for y in x.sources)]
+    is_needed = not is_host(ids.device) and passes()
+    batches = [x for x in recent if is_needed and x.padded.input_ids is ids and any(y is source for y in x.sources)]
     for batch in batches:
         batch.labels_follow = True
     try:

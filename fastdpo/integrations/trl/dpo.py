@@ -154,10 +154,12 @@ def computing_loss(trainer: Any, state: TrainerState, models: list[Any], inputs:
     """In the block, TRL computes the loss of a batch: the labels of calls follow from its `completion_mask`, as far as
     the models are given what it passes on, and metrics are gathered from all ranks.
     """
-    # A function may stand for a model.
-    passes = all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
+
+    def passes() -> bool:  # a function may stand for a model
+        return all(isinstance(x, nn.Module) and state.wrapping.passes_arguments_on(x) for x in models)
+
     with (
-        labels_from(inputs.get("completion_mask") if passes else None, inputs["input_ids"]),
+        labels_from(inputs.get("completion_mask"), inputs["input_ids"], passes),
         nullcontext() if trainer.accelerator.num_processes == 1 else of_all_ranks(trainer.accelerator),
     ):
         yield
