@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -139,9 +140,12 @@ def _evaluate(line: Any, stock: Callable, trainer: Any, *args: Any, **kwargs: An
 
 
 def _training_step(line: Any, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The trainer's function. It sets the mode of each module of the model, which usually is set already."""
-    modules = () if line.state_of(trainer) is None else model.modules()
+    """The trainer's function, or what cuts its steps. It sets the mode of each module, which usually is set already."""
+    state = line.state_of(trainer)
+    modules = () if state is None else model.modules()
     base = next((x for x in modules if x in MODELS and "train" not in vars(x)), None)
+    if state is not None and state.budget is not None:
+        stock = partial(line.budget.training_step, stock)
     with nullcontext() if base is None else temporarily(base, train=MethodType(_set_mode, base)):
         return stock(trainer, model, *args, **kwargs)
 

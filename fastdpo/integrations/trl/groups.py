@@ -71,8 +71,8 @@ class GroupBudget(Budget):
 
     def training_step(self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, which counts batches and takes the time of a step, around one that cuts the step."""
-        budget = self._of(trainer)
-        if budget is None or budget.keeps(model):
+        budget = self.line.state_of(trainer).budget
+        if budget.keeps(model):
             return stock(trainer, model, inputs, *args, **kwargs)
         start, step = time.perf_counter(), super(self.line.trainer_class(), trainer).training_step
         loss = budget.training_step(model, inputs, lambda batch: step(model, batch, *args, **kwargs))

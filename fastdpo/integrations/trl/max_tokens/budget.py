@@ -68,7 +68,7 @@ class Budget:
         line: that has it.
     """
 
-    replaced: ClassVar[tuple[str, ...]] = ("training_step", "train", "evaluate", "_maybe_log_save_evaluate")
+    replaced: ClassVar[tuple[str, ...]] = ("train", "evaluate", "_maybe_log_save_evaluate")
 
     relies_on: tuple[str, ...]
     rows_of_unit: int = 1
@@ -243,8 +243,9 @@ class Budget:
     def training_step(
         self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        budget = self._of(trainer)
-        if budget is None or budget.keeps(model):
+        """That of a trainer whose steps may be cut."""
+        budget = self.line.state_of(trainer).budget
+        if budget.keeps(model):
             return stock(trainer, model, inputs, *args, **kwargs)
         return budget.training_step(model, inputs, lambda batch: stock(trainer, model, batch, *args, **kwargs))
 
