@@ -17,9 +17,9 @@ from torch import nn
 
 from ...models import forward
 from ...models.identity.functions import closure_contents, inner_function, module_of
-from ...models.parts import find_base, is_transformers_model, text_config
+from ...models.parts import is_transformers_model, text_config
 from ...models.scoring import router_loss
-from ...models.state import MakeOutput, ScoredBatch, state_of
+from ...models.state import MODELS, MakeOutput, ScoredBatch, state_of
 from ..line import TrainerLine
 from ..replacements import temporarily
 
@@ -146,7 +146,7 @@ def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kw
     """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
     embeddings in every step, for which a compiled model is compiled again.
     """
-    base = find_base(model)
+    base = next((x for x in model.modules() if x in MODELS), None)
     fused = state_of(base)
     with ExitStack() as stack:
         if base is None or fused is None or fused.unsupported_reason() is not None:
