@@ -197,6 +197,7 @@ class Verdict(NamedTuple):
         is_audited: whether its calls are compared again while it trains (see `examine.verification`): it has such code
             or such hooks, or was not examined since values in it have changed.
         stores_all: whether packed rows are stored whole: mixers with such code may use the end of a row.
+        is_checkpointed: whether some of its layers are, which may keep their activations (see `running.activations`).
     """
 
     key: ProbeKey
@@ -213,6 +214,7 @@ class Verdict(NamedTuple):
     has_own_code: bool
     is_audited: bool
     stores_all: bool
+    is_checkpointed: bool
 
     @classmethod
     def of(
@@ -234,7 +236,8 @@ class Verdict(NamedTuple):
             is_audited = has_own or has_changed or has_user_hooks(model)
         stores_all = has_own and bool(finding.mixers_of(model))
         of_code = rope_limit(model), routes, logit_transform(text_config(model)), has_own, is_audited, stores_all
-        return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code)
+        is_checkpointed = any(getattr(x, "gradient_checkpointing", False) for x in model.modules())
+        return cls(key, result, scoring_reason, packing_reason, *of_model, *of_code, is_checkpointed)
 
     @property
     def reason(self) -> Reason | None:
