@@ -218,14 +218,15 @@ def linear_logps(
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
     trained = weight.numel() if weight.requires_grad else 0
-    budget = budget_for(trained, memory_of(weight.device)) if memory_budget is None else memory_budget
+    device_memory = memory_of(weight.device)
+    budget = budget_for(trained, device_memory) if memory_budget is None else memory_budget
     keep = 0
     if trains_head:
-        if memory_budget is None:  # of a device that is nearly full, what is left of it
+        if memory_budget is None and device_memory is not None:  # of a device that is nearly full, what is left of it
             budget = int(min(budget, max(memory.left(weight.device), MEMORY_BUDGET)))
         format = TileFormat.of(weight, compute_dtype, transform, bias is not None)
         keep = format.rows_within(len(hidden), budget)
-        if not is_traced():
+        if device_memory is not None and not is_traced():
             memory.hold(weight.device, "gradient tiles", format.bytes_of(keep), f"of {keep:,} scored tokens")
 
     logps, *extra = _LinearLogps.apply(
