@@ -106,14 +106,14 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call:
     Raises:
         NotPackable: the batch has no packed form.
     """
-    batch, routes, group = call.batch, _routes(verdict, call), fused.options.sequence_group
-    is_run = fused.runner.is_on(batch.input_ids.device)
+    batch, routes, group, runner = call.batch, _routes(verdict, call), fused.options.sequence_group, fused.runner
+    is_run = runner.device in (None, batch.input_ids.device.type) and runner.is_on()
     obstacle = _obstacle(model, fused, call.has_images, routes) if is_run or group is not None else None
     if group is not None and obstacle is not None:
         raise NotPackable(Reason("sequence-model", model=type(model).__name__, kind=obstacle))
     if is_run:
         kind = fused.kind_of_call(model)
-        fused.runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
+        runner.begin(model, fused.structure, verdict.backbone, verdict, kind, obstacle)
 
     def layout_of(groups: Groups | None = fused.options.groups, tokens: Callable[[int], int] | None = None) -> Layout:
         return layout_of_call(model, fused, batch, Form(groups, store_all=routes or verdict.stores_all, tokens=tokens))

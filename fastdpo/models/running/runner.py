@@ -49,6 +49,7 @@ class Runner:
         compile: the option.
 
     Attributes:
+        device: the type of devices on which it decides what pays; None if it decides nothing.
         compiled: the layers, if they are compiled.
         graphs: the CUDA graphs, if there may be any.
         kept: decides which layers keep their activations.
@@ -58,6 +59,7 @@ class Runner:
     def __init__(self, integration: str, role: str, compile: Compile) -> None:
         self._given, self._name = (integration, role, compile), f"{integration} ({role})"
         self._compile = compile
+        self.device = graphs.DEVICE if compile == "auto" else None
         self.compiled = CompiledLayers(self._name) if compile is True else None
         self.graphs = Graphs(integration, role) if compile else None
         self.kept = KeptActivations(self._name)
@@ -83,11 +85,9 @@ class Runner:
         """A copy of a model begins anew."""
         return Runner, self._given
 
-    def is_on(self, device: torch.device) -> bool:
-        """Whether calls on a device are run by this object."""
-        if self._compile == "auto":
-            return device.type == graphs.DEVICE and pace.is_on() and not trainer_compiles()
-        return bool(self._compile)
+    def is_on(self) -> bool:
+        """Whether calls on such a device are run by this object."""
+        return bool(self._compile) and (self.device is None or (pace.is_on() and not trainer_compiles()))
 
     def begin(
         self,
