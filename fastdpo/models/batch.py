@@ -250,6 +250,12 @@ class Call(NamedTuple):
         return bool(self.of_tokens or self.of_images)
 
     @property
+    def device(self) -> torch.device | None:
+        """That of its ids, or of another argument; None if it is given no tensor."""
+        given = (self.batch.input_ids, *self.args, *self.kwargs.values())
+        return next((x.device for x in given if isinstance(x, Tensor)), None)
+
+    @property
     def padded_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the backbone for the padded batch."""
         given = {name: x for name, x in self.kwargs.items() if x is not None and name not in NOT_OF_BACKBONE}

@@ -35,7 +35,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, call: Call) -> RunnableB
         route = _route(model, fused, call)
     else:
         found = functools.partial(_route, model, fused, call)
-        route = splitting.agreed(found, fused, call.batch.input_ids, device_of(model, call))
+        route = splitting.agreed(found, fused, call.batch.input_ids, call.device or model.device)
     if route.reason is None and fused.is_audited:
         reason = audit(model, fused, route.batch, call)
         if reason is not None:
@@ -50,7 +50,7 @@ def _route(model: PreTrainedModel, fused: FusedForward, call: Call) -> Route:
     call_reason = None if fused.lasting_reason_of(model) else _call_reason(model, fused, call)
     if call_reason is not None and not sharding.is_sharded(model):
         return Route(None, own=call_reason)
-    reason = model_reason(model, fused, device_of(model, call))
+    reason = model_reason(model, fused, call.device or model.device)
     if reason is not None:
         return Route(None, reason, call_reason)
     verdict = cast(Verdict, fused.verdict)
@@ -198,12 +198,6 @@ def _padded(fused: FusedForward, verdict: Verdict, call: Call) -> RunnableBatch 
 def _routes(verdict: Verdict, call: Call) -> bool:
     """Whether a call asks for router logits."""
     return verdict.routes if call.routes is None else call.routes
-
-
-def device_of(model: PreTrainedModel, call: Call) -> torch.device:
-    """The device of a call's arguments."""
-    given = (call.batch.input_ids, *call.args, *call.kwargs.values())
-    return next((x.device for x in given if isinstance(x, Tensor)), None) or model.device
 
 
 def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> Reason | None:

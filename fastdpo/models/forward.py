@@ -86,7 +86,7 @@ def install(
             fused.seen.add("other")
         if fused.is_awaited:
             fused.is_awaited = False
-            fused.examine(self, fused, deciding.device_of(self, Call.of(kwargs, args)))
+            fused.examine(self, fused, Call.of(kwargs, args).device or self.device)
         return fused.prior_forward(*args, **kwargs)
 
     # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which
