@@ -133,13 +133,15 @@ def without_trace(model: PreTrainedModel, *, leaves_out_dropout: bool = True) ->
 
 
 @contextmanager
-def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[WithoutDropout]:
+def undisturbed(model: PreTrainedModel) -> Iterator[WithoutDropout]:
     """As `without_trace`, for rows of a probe, which run without autocast and without NEFTune's noise. Compiled layers
     run as they are written: a graph would be compiled for these rows alone, and does not tell what reaches attention.
     """
     noisy = [x for x in model.modules() if getattr(x, "neftune_noise_alpha", None)]
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with (
-        torch.autocast(device.type, enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(accelerator.type, enabled=False),
         torch.compiler.set_stance("force_eager"),
         with_values([(x, "neftune_noise_alpha", 0.0) for x in noisy]),
         without_trace(model) as dropout,

@@ -94,38 +94,36 @@ def probe(model: PreTrainedModel, device: torch.device, special_ids: Sequence[in
         device: of its inputs.
         special_ids: of tokens that the rows hold next to random ones and to those that the configuration names.
     """
-    with undisturbed(model, device):
-        if function_probe.refuse_wrong_kernels(model, device):
-            attention.switch(model)
-        reason = shared_reason(model, function_probe.unsupported_reason(model, device))
+    with undisturbed(model):
+        reason = shared_reason(model, function_probe.unsupported_reason(model, device, attention.switch))
     if reason is not None:
         return ProbeResult(reason)
     window = attention_window(text_config(model))
     specials = special_ids_of(model, special_ids) if has_own_code(model) else None
-    rows = functools.partial(random_rows, text_config(model), specials)
+    rows = functools.partial(random_rows, text_config(model), specials, device)
     with torch.inference_mode(False):
         trains = _trains(model)
-        result = _probe_padding(model, device, rows, gradients=trains or _may_be_differentiated(model))
+        result = _probe_padding(model, rows, gradients=trains or _may_be_differentiated(model))
         if not trains and result.unsupported_reason is not None and result.unsupported_reason.name == "cannot-run":
-            result = _probe_padding(model, device, rows, gradients=False)  # kernels for inference have no backward pass
+            result = _probe_padding(model, rows, gradients=False)  # kernels for inference have no backward pass
         further = [(window + 8, 1)] if window is not None and LONGEST - 8 < window <= LONGEST_PROBE else []
         if specials is not None and is_sharded(model):
             further.append((LONGEST, LONG // TOKENS + 1))
         for longest, copies in further:
             if result.unsupported_reason is None:
-                longer = _probe_rows(model, device, rows, longest, gradients=False, copies=copies)
+                longer = _probe_rows(model, rows, longest, gradients=False, copies=copies)
                 result = result._replace(unsupported_reason=longer.unsupported_reason)
     return result
 
 
-def _probe_padding(model: PreTrainedModel, device: torch.device, rows: Rows, gradients: bool) -> ProbeResult:
+def _probe_padding(model: PreTrainedModel, rows: Rows, gradients: bool) -> ProbeResult:
     """Probes a model with rows that are padded on the left, too, as far as it ignores that padding or counts it. What
     it computes of rows without such padding must be right in any case: where it counts padding, fewer rows share a
     prefix, and an error is smaller.
     """
 
     def probed(left_padding: LeftPadding) -> ProbeResult:
-        return _probe_rows(model, device, rows, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
+        return _probe_rows(model, rows, LONGEST, gradients, left_padding)._replace(left_padding=left_padding)
 
     result = probed("ignored")
     if _is_of_rows(result):
@@ -142,7 +140,6 @@ def _is_of_rows(result: ProbeResult) -> bool:
 
 def _probe_rows(
     model: PreTrainedModel,
-    device: torch.device,
     rows: Rows,
     longest: int,
     gradients: bool,
@@ -155,7 +152,6 @@ def _probe_rows(
     limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
     ids, mask, groups = rows(min(longest, max(limit - 16, 0)), min(ALIKE, limit), left_padding != "seen", copies)
     labels = torch.where(mask == 0, packing.IGNORE_INDEX, 0)  # of all tokens, whatever is predicted there
-    ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
     form = packing.Form(groups, store_all=True, reach=reach, count_padding=left_padding == "counted")
     layout = packing.make_layout(ids, mask, labels, form, shifted=True)
@@ -182,9 +178,8 @@ def compare(
         padded, packed: the arguments of the model's backbone for the rows and for the packed tokens.
         gradients: whether gradients are compared.
     """
-    device = padded["input_ids"].device
     try:
-        with undisturbed(model, device) as dropout:
+        with undisturbed(model) as dropout:
             reason, recorded = _compare(model, layout, padded, packed, gradients)
     except packing.NotPackable as error:
         return ProbeResult(error.reason)
@@ -194,8 +189,7 @@ def compare(
 def _compare(
     model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any], gradients: bool
 ) -> tuple[Reason | None, attention.Witness]:
-    device = padded["input_ids"].device
-    unit = product_unit(device)
+    unit = product_unit(padded["input_ids"].device)
     (_, length), width = layout.padded_shape, layout.output_shape[1]
     scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
     weight = 1.0 if gradients else None
@@ -334,7 +328,7 @@ def _unexplained_error(
     ids = torch.randint(text_config(model).vocab_size, (calls, 1, 4), generator=generator, device="cpu").to(device)
     expected, found, dtypes = [], [], set()
     with (
-        undisturbed(model, device),
+        undisturbed(model),
         restored(model),
         attention.witness(model),  # which leaves out attention dropout
         differentiable(model, gradients=False),

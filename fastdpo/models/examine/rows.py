@@ -49,11 +49,17 @@ def _listed(x: Any) -> list[int]:
 
 
 def random_rows(
-    config: PretrainedConfig, special_ids: list[int] | None, longest: int, alike: int, padded_left: bool, copies: int
+    config: PretrainedConfig,
+    special_ids: list[int] | None,
+    device: torch.device,
+    longest: int,
+    alike: int,
+    padded_left: bool,
+    copies: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [R, L], groups [R], in each copy: three short rows with one prefix, which may be padded on the left,
-    and two long rows with another, of `longest` tokens. If there are special ids, these rows hold them, too, and there
-    is a row of `alike` equal tokens, which may all go to the same expert.
+    """ids and mask [R, L] on a device, groups [R], in each copy: three short rows with one prefix, which may be padded
+    on the left, and two long rows with another, of `longest` tokens. If there are special ids, these rows hold them,
+    too, and there is a row of `alike` equal tokens, which may all go to the same expert.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -77,4 +83,4 @@ def random_rows(
     for row, length in enumerate(lengths.tolist()):
         if padded_left and groups[row] % 2 == 0:
             ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)
-    return ids, mask, groups
+    return ids.to(device), mask.to(device), groups

@@ -33,23 +33,21 @@ is shorter than the reach of a convolution.
 """
 
 
-def unsupported_reason(model: PreTrainedModel, device: torch.device) -> Reason | None:
-    """How a known function of a model's mixers differs on packed tokens; None if none does."""
-    return next(filter(None, (difference(name, x, device) for name, x in _functions(model))), None)
+def unsupported_reason(
+    model: PreTrainedModel, device: torch.device, switch: Callable[[PreTrainedModel], None]
+) -> Reason | None:
+    """How a known function of a model's mixers differs on packed tokens; None if none does.
 
-
-def refuse_wrong_kernels(model: PreTrainedModel, device: torch.device) -> bool:
-    """Excludes kernels that give other results on packed tokens, and logs why.
-
-    Returns:
-        Whether there are any. Once the model has been switched again, the mixers that call them run
-        on whole rows.
+    Kernels that differ are refused before, with a warning: once the model has been switched again, the mixers that call
+    them run on whole rows.
     """
     wrong = {x: reason for name, x in _functions(model) if calls_kernel(x) and (reason := difference(name, x, device))}
     REFUSED.update(wrong)
     for reason in wrong.values():
         warn(f"mixers of {type(model).__name__} run on whole rows, since the kernel of {reason.named}")
-    return bool(wrong)
+    if wrong:
+        switch(model)
+    return next(filter(None, (difference(name, x, device) for name, x in _functions(model))), None)
 
 
 def _functions(model: PreTrainedModel) -> list[tuple[str, Callable]]:
@@ -61,9 +59,10 @@ def _functions(model: PreTrainedModel) -> list[tuple[str, Callable]]:
 @functools.cache
 def difference(name: str, original: Callable, device: torch.device) -> Reason | None:
     """How a known function differs on packed tokens and on whole rows; None if it does not."""
+    segments = Segments(_rows(), device)
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            packed, whole = (_results(name, original, device, run) for run in (_packed, _whole))
+            packed, whole = (_results(name, original, segments, run) for run in (_packed, _whole))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # kernels raise anything for arguments that they do not expect
@@ -75,13 +74,13 @@ def difference(name: str, original: Callable, device: torch.device) -> Reason | 
     return Reason("different-mixer", function=name, error=error)
 
 
-def _results(name: str, original: Callable, device: torch.device, run: Callable[..., Tensor]) -> list[Tensor]:
+def _results(name: str, original: Callable, segments: Segments, run: Callable[..., Tensor]) -> list[Tensor]:
     """A function's results for the tokens of all rows, and the gradients of a weighted sum of them."""
-    segments = Segments(_rows(), device)
-    args, kwargs = KNOWN[name].example(segments.tokens, _randoms(device))
+    draw = _randoms(segments.device)
+    args, kwargs = KNOWN[name].example(segments.tokens, _randoms(segments.device))
     inputs = [x.requires_grad_() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     rows = run(name, original, segments, args, kwargs)
-    weighted = rows * _randoms(device)(*rows.shape)
+    weighted = rows * draw(*rows.shape)
     return [rows.detach(), *torch.autograd.grad(weighted.sum(), inputs)]
 
 

@@ -53,7 +53,7 @@ class Segments:
 
     def __init__(self, rows: list[list[int]], device: torch.device) -> None:
         self.tokens = rows[-1][2] + rows[-1][3]
-        self._device = device
+        self.device = device
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}
         starts = [own for _, _, own, _ in rows]
         self._rows: list[np.ndarray] = []
@@ -149,7 +149,7 @@ class Segments:
     def _move(self, indices: np.ndarray) -> Tensor:
         with torch.inference_mode(False):  # a later call may need them for a backward pass
             tensor = torch.from_numpy(indices)
-            return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+            return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
 
 def segments_of(layout: Tensor, device: torch.device) -> Segments:
