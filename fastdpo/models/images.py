@@ -139,7 +139,7 @@ def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, batch: Pad
     placeholders = (ids == placeholder(model)) & (batch.attention_mask != 0)  # [R, L]
     owners = len(ids) // (1 + share)
     owner = layout.token_index // ids.shape[1] % owners  # [T]
-    stored = owner[layout.pack(placeholders)[0]].bincount(minlength=owners)
+    stored = owner[placeholders.flatten()[layout.token_index]].bincount(minlength=owners)
     return bool((stored == placeholders.sum(1).view(-1, owners)).all())
 
 
@@ -213,7 +213,7 @@ def _with_islands(model: PreTrainedModel, layout: Layout, ahead: Tensor | None) 
         return layout.mask
     if finding.mixers_of(model):
         raise NotPackable(Reason("image-recurrence"))
-    seen = layout.pack(ahead)[0].tolist()
+    seen = ahead.flatten()[layout.token_index].tolist()
     pieces = []
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
         start, end = own, own + own_length

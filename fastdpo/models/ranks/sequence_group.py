@@ -97,7 +97,7 @@ def digest_of(layout: Layout, ids: Tensor) -> Tensor:
     synchronization.
     """
     of_host = (layout.padded_shape, layout.output_shape, torch.is_grad_enabled(), layout.rows.tolist())
-    numbers = [layout.pack(ids)[0], layout.position_ids, layout.score_index, layout.targets]
+    numbers = [ids.flatten()[layout.token_index], layout.position_ids, layout.score_index, layout.targets]
     numbers += [layout.output_index, layout.output_source]
     x = torch.cat([each.long() for each in numbers])
     x = (x + zlib.crc32(repr(of_host).encode())) * 0x2545F4914F6CDD1D + torch.arange(len(x), device=x.device)
