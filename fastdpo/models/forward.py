@@ -175,12 +175,8 @@ def will_be_fused(model: nn.Module, *, in_doubt: bool) -> bool:
     """
     base = find_base(model)
     fused = state_of(base)
-    if base is None or fused is None:
-        return False
-    if is_sharded(base):
-        return is_fused(base) and (in_doubt or fused.was_examined(base))
-    reason = fused.examine(base, fused, input_device_of(base))
-    return reason is None and cast(Verdict, fused.verdict).scoring_reason is None
+    is_known = in_doubt or base is None or fused is None or not is_sharded(base) or fused.was_examined(base)
+    return is_known and fallback_reason(model) is None
 
 
 def fallback_reason(model: nn.Module) -> Reason | None:

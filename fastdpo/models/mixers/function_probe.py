@@ -76,11 +76,10 @@ def difference(name: str, original: Callable, device: torch.device) -> Reason | 
 
 def _results(name: str, original: Callable, segments: Segments, run: Callable[..., Tensor]) -> list[Tensor]:
     """A function's results for the tokens of all rows, and the gradients of a weighted sum of them."""
-    draw = _randoms(segments.device)
     args, kwargs = KNOWN[name].example(segments.tokens, _randoms(segments.device))
     inputs = [x.requires_grad_() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     rows = run(name, original, segments, args, kwargs)
-    weighted = rows * draw(*rows.shape)
+    weighted = rows * _randoms(segments.device)(*rows.shape)
     return [rows.detach(), *torch.autograd.grad(weighted.sum(), inputs)]
 
 
