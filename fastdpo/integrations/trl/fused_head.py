@@ -138,7 +138,8 @@ def is_peft_model(stock: Callable, model: Any) -> bool:
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return True
-    return not is_transformers_model(model) and stock(model)
+    is_fused = isinstance(model, nn.Module) and state_of(model) is not None
+    return not (is_fused or is_transformers_model(model)) and stock(model)
 
 
 @contextmanager
