@@ -108,7 +108,9 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call:
     """
     batch, routes, group, runner = call.batch, _routes(verdict, call), fused.options.sequence_group, fused.runner
     is_run = runner.device in (None, batch.input_ids.device.type) and runner.is_on()
-    obstacle = _obstacle(model, fused, call.has_images, routes) if is_run or group is not None else None
+    obstacle = None
+    if is_run or group is not None:
+        obstacle = "is given images" if call.has_images else _obstacle(model, fused, routes)
     if group is not None and obstacle is not None:
         raise NotPackable(Reason("sequence-model", model=type(model).__name__, kind=obstacle))
     if is_run:
@@ -146,10 +148,8 @@ def _require_ids(layout: Layout, vocabulary: int | None) -> None:
         raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=vocabulary))
 
 
-def _obstacle(model: PreTrainedModel, fused: FusedForward, has_images: bool, routes: bool) -> str | None:
-    """What of a call can neither be recorded nor shared by ranks, if anything."""
-    if has_images:
-        return "is given images"
+def _obstacle(model: PreTrainedModel, fused: FusedForward, routes: bool) -> str | None:
+    """What of a call of text can neither be recorded nor shared by ranks, if anything."""
     if routes:
         return "trains its routers"
     return "draws random numbers" if model.training and fused.is_random(model) else None

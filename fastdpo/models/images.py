@@ -79,11 +79,13 @@ def pack(model: PreTrainedModel, call: Call, layout_of: Callable[..., Layout]) -
             break
     else:
         raise NotPackable(Reason("image-labels"))
-    inputs = attention.inputs_of(layout, batch.input_ids)
+    own = dict(
+        position_ids=positions_of(model, layout, call),
+        attention_mask=attention_masks(model, layout, call.of_tokens, batch.attention_mask),
+    )
+    inputs = attention.inputs_of(layout, batch.input_ids) | own
     inputs |= {name: layout.pack(x) for name, x in call.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in call.of_images.items()}
-    inputs["position_ids"] = positions_of(model, layout, call)
-    inputs["attention_mask"] = attention_masks(model, layout, call.of_tokens, batch.attention_mask)
     return RunnableBatch(layout, inputs, shares_images=shared)
 
 

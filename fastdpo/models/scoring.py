@@ -18,22 +18,18 @@ from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict, states
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from .running.activations import KeptActivations
-
 
 def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call) -> ScoredBatch:
     """Runs the backbone on the batch and the head on its scored positions, in the autocast that the prior forward runs
     in, and restores the padded shape. Without memory, it does so again: first without kept activations, then without
     what recordings held.
     """
-    is_checkpointed = cast(Verdict, fused.verdict).is_checkpointed and not torch.compiler.is_compiling()
-    kept = fused.runner.kept if is_checkpointed else None
     with fused.autocast or nullcontext():
         while True:
             try:
-                return _score(model, fused, batch, call, kept)
+                return _score(model, fused, batch, call)
             except torch.OutOfMemoryError:  # the call is repeated out of the handler, whose error holds memory
-                if not ((kept and kept.release()) or release_recordings(fused)):
+                if not ((fused.kept and fused.kept.release()) or release_recordings(fused)):
                     raise
 
 
@@ -44,13 +40,11 @@ def release_recordings(fused: FusedForward) -> bool:
     return any(released)
 
 
-def _score(
-    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call, kept: KeptActivations | None
-) -> ScoredBatch:
+def _score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, call: Call) -> ScoredBatch:
     options, layout, part = fused.options, batch.layout, batch.part
     verdict = cast(Verdict, fused.verdict)
-    with kept.keeping(model, fused, batch) if kept else nullcontext():
-        hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch, kept)
+    with fused.kept.keeping(model, fused, batch) if fused.kept else nullcontext():
+        hidden, router_logits = attention.run(batch.configs, _states, fused, verdict, batch)
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
@@ -62,16 +56,14 @@ def _score(
     return ScoredBatch(logps, label_mask, router_logits, layout.multiplicity[None])
 
 
-def _states(
-    fused: FusedForward, verdict: Verdict, batch: RunnableBatch, kept: KeptActivations | None
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+def _states(fused: FusedForward, verdict: Verdict, batch: RunnableBatch) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """The states [N, D] of scored positions and, if they are asked for, the router logits of each layer."""
     index, part = batch.layout.score_index, batch.part
     if batch.is_run and (hidden := fused.runner.states(verdict, batch.inputs, index)) is not None:
         return hidden, None
     routing = {"output_router_logits": True} if batch.routes else {}
     run = partial(verdict.backbone, *batch.args, **batch.inputs, **routing)
-    output = kept.run(run) if kept else run()
+    output = fused.kept.run(run) if fused.kept else run()
     states = output.last_hidden_state.flatten(0, 1)
     hidden = states.index_select(0, index) if part is None else part.scored_states(states)
     return hidden, output.router_logits if batch.routes else None

@@ -35,6 +35,8 @@ from .running import Compile, Runner
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from .running.activations import KeptActivations
+
 
 class ForwardOptions(NamedTuple):
     """The options of a model's fused forward.
@@ -332,6 +334,12 @@ class FusedForward:
         """Whether calls are compared with those of the prior forward (see `examine.verification`)."""
         asked = self.options.verify or bool(self.options.newer)
         return self.verdict is not None and (asked or self.verdict.is_audited)
+
+    @property
+    def kept(self) -> KeptActivations | None:
+        """What keeps the activations of layers in a call of the model as it is, if some of them are checkpointed."""
+        is_checkpointed = self.verdict is not None and self.verdict.is_checkpointed
+        return self.runner.kept if is_checkpointed and not torch.compiler.is_compiling() else None
 
     def is_random(self, model: PreTrainedModel) -> bool:
         """Whether training is random. The probe misses dropout in an adapter whose weights are still zero."""

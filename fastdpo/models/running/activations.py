@@ -170,7 +170,7 @@ class KeptActivations:
             batch: how the call runs (see `state.RunnableBatch`).
         """
         self._call = None
-        if applies(model, fused, batch):
+        if applies(model, batch):
             self._begin(model, fused, batch)
         call = self._call
         with with_values([(layer, FLAG, False) for layer in self.kept] if call is not None else []):
@@ -296,7 +296,7 @@ def checkpointed_layers(model: PreTrainedModel, *, is_random: bool) -> list[nn.M
     return found
 
 
-def applies(model: PreTrainedModel, fused: Any, batch: Any) -> bool:
+def applies(model: PreTrainedModel, batch: Any) -> bool:
     """Whether a call packs text, with gradients, on a device whose memory may be spent."""
     return (
         torch.is_grad_enabled()
