@@ -56,11 +56,11 @@ TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 # programs or ranks, which takes most of their time.
 APART := $(addprefix tests/,benchmarks kernels programs/trl test_check.py test_commands.py test_doctor.py \
 	test_examples.py test_packaging.py test_quickstart.py test_readme.py test_run.py test_run_lines.py \
-	contract/test_families.py contract/test_ranks.py ref_logps/test_ranks.py \
-	$(patsubst %,models/test_%.py,mixer_kernels mixers sequence_groups sequence_refusals sharding) \
-	$(patsubst %,integrations/test_%.py,custom_loops_on_ranks hub_kernels loops_of_others newer_versions patch_imports \
-	quantized trl_oldest trl_vllm versions) \
-	$(patsubst %,integrations/trl_dpo/test_%.py,compiled families images))
+	$(patsubst %,contract/test_%.py,families planted ranks) ref_logps/test_ranks.py test_metrics.py \
+	$(patsubst %,models/test_%.py,cuts mixer_kernels mixers sequence_groups sequence_refusals sharding) \
+	$(patsubst %,integrations/test_%.py,copied_trainers custom_loops_on_ranks hub_kernels logged_metrics loops_of_others \
+	newer_versions patch_imports quantized trl_oldest trl_vllm versions) \
+	$(patsubst %,integrations/trl_dpo/test_%.py,compiled families images models))
 
 # Each value of each parameter at least once, without what is slow and guards little.
 test: $(READY) $(TEST_PACKAGES)
@@ -194,7 +194,7 @@ NEWEST_TESTS ?=
 # which are those of `packages.TESTED`, set before.
 NOT_NEWEST := tests/integrations/test_newer_versions.py::test_the_recorded_code_is_that_of_the_installed_versions \
 	tests/integrations/test_changed_code.py::test_the_versions_of_a_run_are_written_and_tested \
-	tests/test_docs.py::test_the_support_page_is_up_to_date
+	tests/integrations/trl_dpo/test_families.py::test_the_support_page_is_up_to_date
 test-newest: $(READY) $(TEST_PACKAGES)
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv $(NEWEST)

@@ -10,7 +10,7 @@ import pytest
 
 from fastdpo.__main__ import parser
 from fastdpo.commands.check.side import parse_fields
-from tests.support.documents import support_tables, trained
+from tests.support.documents import trained
 from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 PYTHON = blocks("python")
@@ -121,10 +121,6 @@ def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_support_page_is_up_to_date():
-    assert support_tables.PAGE.read_text() == support_tables.page(), "run `make docs`"
 
 
 def test_the_drawn_pictures_are_up_to_date():

@@ -268,6 +268,21 @@ def test_nothing_is_decided_in_the_first_calls():
     assert found.gain_of_compiling(1, Compiled(0.0, 0.5)) == -torch.inf
 
 
+def test_layers_are_compiled_from_the_24th_call_and_the_16th_since_a_change():
+    found = clocked(0, left=10_000)
+    found._now = itertools.count().__next__
+
+    def first():
+        """The number of the call from which compiling pays."""
+        while found.gain_of_compiling(1, Compiled(0.0, 0.5)) < 0:
+            found.call()
+        return found.calls
+
+    assert first() == 24
+    found.change()
+    assert first() == 40
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_nothing_is_recorded_where_the_device_is_busy(is_busy):
     found = clocked(*range(21))

@@ -12,6 +12,7 @@ from fastdpo.models import attention
 from fastdpo.models.examine import probe, runs
 from tests.support import faults
 from tests.support.comparison import assert_trained_alike
+from tests.support.documents import support_tables
 from tests.support.models import multimodal
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, kind, tiny_family
 from tests.support.trl.dpo import adapter, assert_same, assert_same_error, tiny_model, train
@@ -41,6 +42,10 @@ def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name
     error = (FAILS_IN_STOCK | multimodal.FAILS_IN_STOCK)[name]
     assert_same_error(tmp_path, functools.partial(BUILD[name], name), error)
     assert (STOCK[name][0] if name in STOCK else multimodal.STOCK[name].features) in caplog.text
+
+
+def test_the_support_page_is_up_to_date():
+    assert support_tables.PAGE.read_text() == support_tables.page(), "run `make docs`"
 
 
 @pytest.mark.thorough

@@ -27,10 +27,8 @@ COMMON = {
     "one micro-batch": dict(max_tokens=10_000),
     "rows above the budget": dict(max_tokens=12),
     "without accumulation": dict(per_device_train_batch_size=16, gradient_accumulation_steps=1),
-    "logged later": dict(logging_steps=2),
-    "evaluation": dict(evaluate=6, eval_strategy="steps", eval_steps=1),
-    "pad_to_multiple_of": dict(pad_to_multiple_of=16),
-    "checkpointing": dict(gradient_checkpointing=True),
+    "logged later, checkpointing": dict(logging_steps=2, gradient_checkpointing=True),
+    "evaluation, pad_to_multiple_of": dict(evaluate=6, eval_strategy="steps", eval_steps=1, pad_to_multiple_of=16),
 }
 """Arguments of `compared` that suit each of the trainers."""
 
