@@ -124,6 +124,18 @@ def test_a_model_that_changes_at_each_step_is_not_examined_at_each(probed):
     assert paths == ["fused"] * 24
 
 
+def test_a_model_with_other_modules_in_each_step_is_examined_once_it_stays(probed):
+    model = fastdpo.prepare(tiny_model().train())
+    paths = []
+    for _ in range(FREE_EXAMINATIONS + 4):
+        model.model.layers[0].mlp.act_fn = type("SiLU", (torch.nn.SiLU,), {})()
+        paths.append(scored(model))
+    assert len(probed) == FREE_EXAMINATIONS
+    assert paths == ["fused"] * FREE_EXAMINATIONS + ["stock"] * 4
+    assert scored(model) == "fused"  # again with the same modules
+    assert len(probed) == FREE_EXAMINATIONS + 1
+
+
 def test_a_model_that_keeps_state_is_examined_once(probed):
     model = tiny_model().train()
     in_layers(Counted)(model)
