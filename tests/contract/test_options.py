@@ -47,8 +47,8 @@ RECORDED = ("trl.GRPOTrainer", "trl.RLOOTrainer")
 
 
 def has_budget(harness) -> bool:
-    """Steps of TRL before its rewrite are not cut."""
-    return harness.name in CUT_BY_MAX_TOKENS and Version(installed_version("trl") or "0") >= Version("0.29")
+    """Steps of TRL before 1.8 are not cut."""
+    return harness.name in CUT_BY_MAX_TOKENS and Version(installed_version("trl") or "0") >= Version("1.8")
 
 
 @each(lambda harness: has_budget(harness) and harness.name not in RECORDED)
