@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -211,16 +212,18 @@ def test_bits_are_equal_under_autocast(monkeypatch, name):
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "LoRA with dropout"])
 def test_bits_are_equal_with_compiled_layers(monkeypatch, name):
     """Each kind of layer has one more graph for kept layers, and one for each mode before."""
+    AcceleratorState._reset_state()  # another trainer may have compiled its model
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    made = torch._dynamo.utils.counters["stats"]
+    made.clear()
     models = [fastdpo.prepare(checkpointed(MODELS[name]), compile=True) for _ in range(2)]
     expected, *_ = train(models[0], monkeypatch, None)
+    without = made.pop("unique_graphs")
     ours, kept, *_ = train(models[1], monkeypatch, PARTLY)
     assert_equal(ours, expected)
     assert sum(kept) > 0
-    without, with_kept = (base_of(x).runner.compiled for x in models)
-    assert (without.was_reported, with_kept.was_reported) == (False, False)
-    assert with_kept.runs <= 2 + without.runs
+    assert 0 < made["unique_graphs"] <= 2 + without
 
 
 class Live(TorchDispatchMode):

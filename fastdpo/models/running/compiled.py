@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...logs import logger, report, warn
+from ...logs import logger, report
 from ...packing import is_layout
 from ...reasons import Reason
 from ..examine.comparable import with_values
@@ -40,9 +39,6 @@ BACKEND = "inductor"
 
 MAX_GRAPHS = 64
 """Number of graphs in a process, where torch takes one. Its default suits layers of one kind in one model."""
-
-SETTLED = 10
-"""Number of packed batches of a kind after which a new graph is reported."""
 
 CONFIG = {
     # torch 2.11 leaves out the checks of modules whose dictionaries have not changed, and so those of what is trained.
@@ -64,14 +60,8 @@ class CompiledLayers:
         reason: why the layers run as they are; None if they are compiled.
         found: the layers of the model and of its towers, as each of its latest identities lists them.
         layers: those that are compiled.
-        batches: numbers of packed batches by what graphs depend on: whether gradients are enabled, whether the model is
-            in training mode, and the kind of the calls.
-        kind: that of the batch that runs.
         is_paused: whether calls run the layers as they are.
-        runs: number of times that the compiler has run for them.
-        seconds: time that it took since it was last logged.
-        was_reported: whether a late graph was reported.
-        first: the number of the batch in which a layer has first run in a form: checkpointed, or not.
+        seconds: time that the compiler took for them since it was last logged.
     """
 
     def __init__(self, name: str, is_asked: bool = True) -> None:
@@ -79,20 +69,14 @@ class CompiledLayers:
         self.reason: Reason | None = None
         self.found: list[list[nn.Module]] = []
         self.layers: list[nn.Module] = []
-        self.batches: Counter[tuple[bool, bool, str]] = Counter()
-        self.kind = (False, False, "")
-        self.runs = 0
         self.seconds = 0.0
-        self.was_reported = False
-        self.first: dict[tuple, int] = {}
 
-    def begin(self, model: PreTrainedModel, structure: Structure, kind: str) -> None:
+    def begin(self, model: PreTrainedModel, structure: Structure) -> None:
         """Compiles the layers of a model that is about to run a packed batch, when they are first called.
 
         Args:
             model: the model.
             structure: as it is now.
-            kind: of the call (see `calls.calls`).
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -111,15 +95,12 @@ class CompiledLayers:
                 self.restore()
                 for layer in layers:
                     layer._compiled_call_impl = functools.partial(self.call, layer)
-            self.found, self.layers = [found, *self.found][:MAX_IDENTITIES], layers
-            if not self.batches:
                 logger.info("fastdpo: %s: compiling its layers; the first step waits for them", self.name)
+            self.found, self.layers = [found, *self.found][:MAX_IDENTITIES], layers
         if self.seconds:
             logger.info("fastdpo: %s: compiling its layers took %.1f s", self.name, self.seconds)
             self.seconds = 0.0
         _listen()
-        self.kind = torch.is_grad_enabled(), model.training, kind
-        self.batches[self.kind] += 1
 
     def restore(self) -> None:
         """Makes all calls run the layers as they are."""
@@ -156,22 +137,15 @@ class CompiledLayers:
             return layer._call_impl(*args, **kwargs)
         if args and args[0].requires_grad and not torch.is_grad_enabled():  # in the first layer, by a hook of PEFT
             args = args[0].detach(), *args[1:]
-        runs, token = self.runs, _called.set((self, [*args, *kwargs.values()]))
+        token = _called.set((self, [*args, *kwargs.values()]))
         try:
-            output = compiled_run(BACKEND)(layer, args, kwargs)
+            return compiled_run(BACKEND)(layer, args, kwargs)
         except _errors() as error:
             vars(layer).pop("_compiled_call_impl")  # the other layers until the next batch: they may be computed again
             self.fail(layer, error)
             return layer._call_impl(*args, **kwargs)
         finally:
             _called.reset(token)
-        form = self.kind, layer, getattr(layer, "gradient_checkpointing", False)
-        first = self.first.setdefault(form, self.batches[self.kind])
-        if self.runs > runs and self.batches[self.kind] - first >= SETTLED and not self.was_reported:
-            self.was_reported = True
-            cause = _cause(layer=layer, args=args, kwargs=kwargs)
-            warn(f"{self.name}: compiled a layer again after {self.batches[self.kind]} batches: {cause}")
-        return output
 
 
 def _unsupported_reason(model: PreTrainedModel, layers: list[nn.Module], compiled: list[nn.Module]) -> Reason | None:
@@ -192,15 +166,6 @@ def _errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
-
-
-def _cause(**arguments: Any) -> str:
-    """Why no earlier graph takes the arguments of `_run`."""
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(_run)
-    checked = [entry.guard_manager.check_verbose(arguments) for entry in entries]
-    failed = [str(x.verbose_code_parts[0]).strip() for x in checked if not x.result and x.verbose_code_parts]
-    causes = [x for x in failed if "GLOBAL_STATE" not in x] or failed
-    return "; ".join(causes or ["torch has no earlier graph, as after torch._dynamo.reset()"])
 
 
 def trainer_compiles() -> bool:
@@ -257,7 +222,6 @@ def _compiling(layers: CompiledLayers, arguments: list[Any]) -> Iterator[None]:
     settings = {name: CONFIG[name] for name in CONFIG if hasattr(torch._dynamo.config, name)}
     with torch._dynamo.config.patch(settings), _keeping_activations():
         yield
-    layers.runs += 1
     layers.seconds += time.perf_counter() - start
 
 

@@ -118,7 +118,7 @@ class Runner:
         elif self._pace.saved_by_change is not None:
             self._note_saving(model.device)
         if self.compiled is not None:
-            self.compiled.begin(model, structure, kind)
+            self.compiled.begin(model, structure)
             if self.compiled.reason is not None and not self._is_decided:
                 self._settle(False, self.compiled.reason.named)
         self.may_replay = self.graphs is not None and self.graphs.begin(model, backbone, verdict, kind, obstacle)
