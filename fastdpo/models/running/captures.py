@@ -44,8 +44,6 @@ def has_room(device: torch.device) -> bool:
     """Whether a recording would leave a device as much memory as the largest batch has taken so far, and a twentieth of
     all: a batch that runs the layers later cannot use what a recording holds, with activations that its call has kept.
     """
-    if device.type != "cuda":
-        return True
     now = cast(MemoryReport, memory.report(device))
     peak, spared = memory.spared.get(device, (0, 0.0))
     taken = now.peak - now.used - (spared if peak == now.peak else 0.0)
@@ -55,8 +53,7 @@ def has_room(device: torch.device) -> bool:
 
 def note_recordings(device: torch.device, number: int) -> None:
     """Takes note of what so many recordings hold."""
-    if device.type == "cuda":
-        memory.hold(device, "recordings", _bytes_of_pools(device)[1], f"{number} CUDA graphs")
+    memory.hold(device, "recordings", _bytes_of_pools(device)[1], f"{number} CUDA graphs")
 
 
 def _bytes_of_pools(device: torch.device) -> tuple[int, int]:
