@@ -26,11 +26,13 @@ def rank_and_world_size() -> tuple[int, int]:
     return 0, 1
 
 
-def gather_objects(x: T) -> list[T]:
-    """Returns the picklable object of each rank, in the order of ranks. Every rank must call this."""
-    gathered = [x] * rank_and_world_size()[1]
+def gather_objects(x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the picklable object of each rank of a group, which by default has all ranks, in their order. Every rank
+    of it must call this.
+    """
+    gathered = [x] * (rank_and_world_size()[1] if group is None else dist.get_world_size(group))
     if len(gathered) > 1:
-        dist.all_gather_object(gathered, x)
+        dist.all_gather_object(gathered, x, group=group)
     return gathered
 
 

@@ -18,7 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from torch import Tensor
 
 from ...ops.head.results import TokenLogps
 from ...packing import Layout
-
-T = TypeVar("T")
 
 _REFUSED = 2**62
 """In an agreement, the number of a rank that does not run the call. Those of batches are smaller."""
@@ -81,12 +79,6 @@ class SequenceGroup:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         largest, negated = both.tolist()
         return largest != _REFUSED and largest == -negated
-
-    def gather(self, x: T) -> list[T]:
-        """The object of each rank."""
-        gathered = [x] * self.ranks
-        dist.all_gather_object(gathered, x, group=self.group)
-        return gathered
 
 
 _groups: list[SequenceGroup] = []

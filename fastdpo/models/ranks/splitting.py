@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ...distributed import gather_objects
 from ...logs import NotFused
 from ...reasons import Reason
 from ..examine.support import has_own_code
@@ -92,7 +93,7 @@ def in_step(group: SequenceGroup | None, device: torch.device) -> Iterator[None]
 def _first_of_ranks(group: SequenceGroup, own: Exception | None) -> Exception | None:
     """The error of the first rank that has one, which other ranks know by its kind and message."""
     kinds = (x for x in type(own).__mro__ if x is NotFused or x.__module__ == "builtins")
-    errors = group.gather(None if own is None else (next(kinds), str(own)))
+    errors = gather_objects(None if own is None else (next(kinds), str(own)), group.group)
     rank, (kind, message) = next(((i, x) for i, x in enumerate(errors) if x is not None), (-1, (Exception, "")))
     if rank in (-1, group.rank):
         return own
