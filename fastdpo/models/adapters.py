@@ -20,11 +20,6 @@ WRAPPED = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_mo
 """
 
 
-def unwrapped(name: str) -> str:
-    """The name that a parameter or a module had before its module was wrapped."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
-
-
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """PEFT's layers and the names that their modules had before wrapping."""
     if "peft" not in sys.modules:
@@ -34,7 +29,7 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            yield unwrapped(name), module
+            yield ".".join(part for part in name.split(".") if part not in WRAPPED), module
 
 
 def unsupported_reason(model: nn.Module) -> Reason | None:

@@ -87,14 +87,7 @@ def _class_of(function: Any) -> type | None:
 
 def closure_contents(function: FunctionType) -> list[Any]:
     """The values that a function closes over. None for a variable that is not bound yet."""
-    return [_contents(cell) for cell in function.__closure__ or ()]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+    return [None if cell == CellType() else cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def name_of(function: Callable) -> str:

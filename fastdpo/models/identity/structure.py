@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -103,7 +103,8 @@ class _ModuleIdentity(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module, registries: tuple[str, ...]) -> _ModuleIdentity:
         containers = [*containers_in(x for name, x in vars(module).items() if is_own(name))]
-        buffers = [] if is_rotary(module) else [*filter(_has_version, module._buffers.values())]
+        versioned = [x for x in module._buffers.values() if type(x) is Tensor and not x.is_inference()]
+        buffers = [] if is_rotary(module) else versioned
         kinds = _kinds_of_tensors(module) if _TENSORS[0] in registries else ()
         values = [digest_of(x) for x in buffers]
         members = ((name, plain_members(x)) for name, x in attributes_of(module).items())
@@ -321,10 +322,6 @@ def _kinds_of_tensors(module: nn.Module) -> Iterator[tuple]:
     for registry in _TENSORS:
         for name, x in vars(module)[registry].items():
             yield name, type(x), getattr(x, "dtype", None), x is not None and registry == _TENSORS[0] and x.shape
-
-
-def _has_version(x: Tensor | None) -> TypeGuard[Tensor]:
-    return type(x) is Tensor and not x.is_inference()
 
 
 def _written(buffers: list[Tensor]) -> list[tuple[int, int]]:

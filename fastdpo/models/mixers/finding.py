@@ -34,7 +34,7 @@ def mixers_of(model: PreTrainedModel) -> list[nn.Module]:
     modules = _modules(model)
     masked = [module for module in modules if _takes_mask(type(module))]
     attends = {module for module in modules if any(_attends(type(inner)) for inner in module.modules())}
-    containers = {type(module) for module in masked if module in attends or _inside(module) & set(masked)}
+    containers = {type(x) for x in masked if x in attends or {*masked} & {*x.modules()} != {x}}
     return [module for module in masked if type(module) not in containers]
 
 
@@ -101,7 +101,3 @@ def _takes_mask(kind: type[nn.Module]) -> bool:
 def _attends(kind: type[nn.Module]) -> bool:
     code = getattr(forward_of(kind), "__code__", None)
     return code is not None and ATTENTION in code.co_names
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules()) - {module}

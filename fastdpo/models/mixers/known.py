@@ -54,13 +54,6 @@ def calls_kernel(function: Callable) -> bool:
     return bool(_chosen(function).get("is_new_implementation"))
 
 
-def kernel_of(function: Callable) -> Callable | None:
-    """The kernel that a function of a modeling file calls; None if it calls PyTorch code, or if the
-    kernel is not known.
-    """
-    return _chosen(function).get("implementation") if calls_kernel(function) else None
-
-
 @functools.lru_cache(256)
 def _chosen(function: Callable) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -110,7 +103,7 @@ class Scan:
 
     def run(self, original: Callable, segments: Segments, *args: Any, **kwargs: Any) -> Any:
         """The function's result for packed tokens: tensors with 1 in dimension 0 and T in `time`."""
-        in_one_row = self.kernel_in_one_row and kernel_of(original) is not None
+        in_one_row = self.kernel_in_one_row and calls_kernel(original)
         sequences = segments.sequences(self._chunk(original, args, kwargs), in_one_row)
         outputs, state = [], {}
         for i, index in enumerate(sequences.batches):
@@ -226,5 +219,5 @@ def runs_packed(name: str, original: Any, file: str) -> bool:
         return False
     if not calls_kernel(original):
         return True
-    kernel = kernel_of(original)
+    kernel = _chosen(original).get("implementation")
     return kernel is not None and KNOWN[name].kernel_arguments <= inspect.signature(kernel).parameters.keys()
