@@ -61,16 +61,13 @@ def _is_by_value() -> bool:
 def _stock(module: nn.Module, state: dict[str, Any], kept: set[str]) -> dict[str, Any]:
     """The attributes of a module without methods, hooks and the state of a fused forward that fastdpo has set."""
     state = head.stock_attributes(module, state)
-    ours = {name for name, x in state.items() if name == ATTRIBUTE or _is_method_of_fastdpo(module, x)} - kept
+    methods = {name: x for name, x in state.items() if isinstance(x, MethodType) and x.__self__ is module}
+    ours = {ATTRIBUTE, *(name for name, x in methods.items() if _is_of_fastdpo(x))} - kept
     hooks = {name: x for name, x in state.items() if name.startswith(("_forward_hooks", "_forward_pre_hooks")) and x}
     numbers = {number for x in hooks.values() for number, hook in x.items() if _is_of_fastdpo(hook)}
     for name, x in hooks.items() if numbers else ():
         state[name] = type(x)((number, hook) for number, hook in x.items() if number not in numbers)
     return {name: x for name, x in state.items() if name not in ours}
-
-
-def _is_method_of_fastdpo(module: nn.Module, x: object) -> bool:
-    return isinstance(x, MethodType) and x.__self__ is module and _is_of_fastdpo(x)
 
 
 def _is_of_fastdpo(function: Any) -> bool:
