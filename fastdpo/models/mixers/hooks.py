@@ -39,7 +39,7 @@ def restore(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> None:
     for module in model.modules():
         if module not in kept:
             _remove_hooks(module)
-    modeling_files.restore(model)
+    modeling_files.release(id(model))
 
 
 def enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

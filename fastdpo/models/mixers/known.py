@@ -83,27 +83,26 @@ class Scan:
         time: the dimension of its tensors that runs over tokens.
         initial_state: the argument that takes an initial state [B, ...]; None if there is none.
         return_state: the argument that makes it return its final state as well.
-        returns_pair: whether it returns (output, state) in any case.
-        kernel_in_one_row: whether its kernel takes several sequences in one row, by `cu_seqlens`.
+        is_of_fla: whether it stands for a function of flash-linear-attention: it returns (output, state) in any case,
+            and the kernel takes several sequences in one row, by `cu_seqlens`.
         example: arguments for a number of tokens, from a function that draws tensors.
     """
 
     time: int
     initial_state: str | None
     return_state: str
-    returns_pair: bool
-    kernel_in_one_row: bool
+    is_of_fla: bool
     example: Callable[[int, Callable[..., Tensor]], Arguments]
 
     @property
     def kernel_arguments(self) -> frozenset[str]:
         """The arguments that a kernel must have to run packed tokens."""
         states = {self.initial_state, self.return_state} if self.initial_state else {self.return_state}
-        return frozenset(states | ({"cu_seqlens"} if self.kernel_in_one_row else set()))
+        return frozenset(states | ({"cu_seqlens"} if self.is_of_fla else set()))
 
     def run(self, original: Callable, segments: Segments, *args: Any, **kwargs: Any) -> Any:
         """The function's result for packed tokens: tensors with 1 in dimension 0 and T in `time`."""
-        in_one_row = self.kernel_in_one_row and calls_kernel(original)
+        in_one_row = self.is_of_fla and calls_kernel(original)
         sequences = segments.sequences(self._chunk(original, args, kwargs), in_one_row)
         outputs, state = [], {}
         for i, index in enumerate(sequences.batches):
@@ -116,7 +115,7 @@ class Scan:
             if parents is not None:
                 state = {self.initial_state: result[1].index_select(0, parents)}
         output = collect(outputs, self.time, sequences.place)
-        return (output, None) if self.returns_pair else output
+        return (output, None) if self.is_of_fla else output
 
     def _chunk(self, original: Callable, args: tuple, kwargs: dict[str, Any]) -> int | None:
         """Number of tokens that a call computes at once; None if it must run whole rows."""
@@ -146,14 +145,14 @@ def _selective(tokens: int, random: Callable[..., Tensor]) -> Arguments:
     return (x, dt, rates, b, c, random(8)), {"z": random(1, 8, tokens)}
 
 
-_OF_FLA = ("initial_state", "output_final_state", True, True)
+_OF_FLA = ("initial_state", "output_final_state", True)
 
 KNOWN: dict[str, Convolution | Scan] = {
     "causal_conv1d_fn": Convolution(),
     "torch_chunk_gated_delta_rule": Scan(1, *_OF_FLA, _delta_rule),
     "chunk_kimi_delta_attention": Scan(1, *_OF_FLA, functools.partial(_delta_rule, channels=(8,))),
-    "mamba2_chunk_scan": Scan(1, "initial_states", "return_final_states", False, False, _state_space_dual),
-    "mamba_selective_scan": Scan(2, None, "return_last_state", False, False, _selective),
+    "mamba2_chunk_scan": Scan(1, "initial_states", "return_final_states", False, _state_space_dual),
+    "mamba_selective_scan": Scan(2, None, "return_last_state", False, _selective),
 }
 """Functions by the names under which modeling files of transformers call them.
 

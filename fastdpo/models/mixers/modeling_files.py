@@ -63,15 +63,11 @@ def switch(model: PreTrainedModel) -> None:
         file.replace()
         if id(model) not in file.users:
             file.users.add(id(model))
-            weakref.finalize(model, _release, id(model)).atexit = False
+            weakref.finalize(model, release, id(model)).atexit = False
 
 
-def restore(model: PreTrainedModel) -> None:
-    """Restores the modeling files that no other model needs."""
-    _release(id(model))
-
-
-def _release(user: int) -> None:
+def release(user: int) -> None:
+    """Restores the modeling files that no model but that with this id needs."""
     for key, file in list(_files.items()):
         file.users.discard(user)
         if not file.users:
