@@ -126,6 +126,7 @@ class Identity:
     Attributes:
         modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
         called: those inside of the model, without holders (see `_is_holder`).
+        of_kinds: those of a class, or with an attribute of a name, as far as they were asked for.
         kinds: a hash of the classes of all modules, of what replaces their forwards, and of their hooks.
         code: a hash of all that results depend on but for values of parameters. Equal for an equal model.
         form: of this model, but for plain values, those of buffers and those in the configuration.
@@ -151,7 +152,7 @@ class Identity:
         self._parents = [module for module in others if len(module._modules) > 1]
         self._hooked = [module for module in self.called if has_additions(module)]
         self._head = head.head_of(model)
-        self._of_kinds: dict[type | str, list[nn.Module]] = {}
+        self.of_kinds: dict[type | str, list[nn.Module]] = {}
         containers = {id(x): (x, y) for m in of_modules for x, y in zip(m.containers, m.copies, strict=True)}
         self._containers, self._contents = map(list, zip(*containers.values(), strict=True))
         self._buffers = [x for m in of_modules for x in m.buffers]
@@ -193,12 +194,6 @@ class Identity:
             and self._code.is_unchanged()
             and all(x[key] is y for x, key, y in self._single)  # equal ones may be others
         )
-
-    def of_kind(self, kind: type | str) -> list[nn.Module]:
-        """The modules of a class, or with an attribute of a name."""
-        if kind not in self._of_kinds:
-            self._of_kinds[kind] = _of_kind(self.modules, kind)
-        return self._of_kinds[kind]
 
     def _of_model(self, model: PreTrainedModel) -> dict[str, Any]:
         """The plain attributes of the model, and its registries of modules and tensors."""
@@ -260,7 +255,12 @@ class Structure:
         """The modules of a class, or with an attribute of a name, that the model had when its identity was last asked
         for, or those that it has now if its identity is not known yet.
         """
-        return self.identities[0].of_kind(kind) if self.identities else _of_kind(model.modules(), kind)
+        latest = self.identities[0] if self.identities else None
+        modules, known = (latest.modules, latest.of_kinds) if latest else (model.modules(), {})
+        if kind not in known:
+            is_of: Any = hasattr if isinstance(kind, str) else isinstance
+            known[kind] = [module for module in modules if is_of(module, kind)]
+        return known[kind]
 
 
 def _is_holder(module: nn.Module) -> bool:
@@ -300,11 +300,6 @@ def is_training(model: PreTrainedModel) -> bool:
     known = nn.Module.train, PreTrainedModel.train  # which replaces kernels when the mode changes
     has_own = any(x.train not in known for x in {*map(type, inner)}) or any("train" in x for x in map(vars, inner))
     return not has_own and type(model).train in known and model.training and all(map(_is_training, inner))
-
-
-def _of_kind(modules: Iterable[nn.Module], kind: type | str) -> list[nn.Module]:
-    is_of: Any = hasattr if isinstance(kind, str) else isinstance
-    return [module for module in modules if is_of(module, kind)]
 
 
 def _copied(attributes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
