@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any, NamedTuple
 
-from fastdpo.commands.check.verdicts import Cost
+from fastdpo.commands.check.comparison import Cost
 
 Measurements = dict[str, Any]
 """The JSON that a side writes."""

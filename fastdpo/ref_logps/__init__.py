@@ -15,8 +15,8 @@ In the order of a run:
                      outputs depend on) and digests.py (hashes of configurations and tensors)
     lengths.py       the lengths of pairs, and how many tokens they cost
     shards.py        the files of a key
-    scoring.py       a model that scores pairs
-    passes.py        one pass over the pairs that are not stored yet
+    scorer.py        a model that scores pairs
+    filling.py       one pass over the pairs that are not stored yet
     ranks.py         agreement between the ranks that share it
 """
 
@@ -37,9 +37,9 @@ from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.examine.comparable import in_evaluation_mode
 from ..models.examine.support import rope_reason
-from . import keys, passes, scoring
+from . import filling, keys, scorer
+from .filling import TOKENS_PER_BATCH, RefLogps
 from .pairs import Pairs
-from .passes import TOKENS_PER_BATCH, RefLogps
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -123,11 +123,11 @@ def precompute(
     with (
         in_evaluation_mode(model),
         with_adapter(model, adapter, "precompute"),
-        scoring.scoring(model, pairs, ld_alpha) as score,
+        scorer.scoring(model, pairs, ld_alpha) as score,
     ):
         bounds = (int(tokens_per_batch), None if forward.is_fused(base) else 1)
         shards = keys.shards_of(directory, model, pairs, _precision(device), ld_alpha, bounds)
-        return passes.run(score, pairs, shards, bounds, device)
+        return filling.run(score, pairs, shards, bounds, device)
 
 
 def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 import fastdpo
 from fastdpo import atomic_files, ref_logps
-from fastdpo.ref_logps import passes
+from fastdpo.ref_logps import filling
 from fastdpo.ref_logps.shards import MISSING, Shards
 from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
@@ -56,7 +56,7 @@ def test_killed_many_times(kills, tmp_path, monkeypatch):
 def test_values_computed_before_an_error_are_stored(tmp_path, monkeypatch, error):
     rows = tokens(30)
     taken = []
-    read = passes.Pairs.rows
+    read = filling.Pairs.rows
 
     def rows_of(pairs, indices):
         taken.extend(indices if len(indices) == 1 else [])  # except when lengths are read
@@ -65,7 +65,7 @@ def test_values_computed_before_an_error_are_stored(tmp_path, monkeypatch, error
         return read(pairs, indices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(passes.Pairs, "rows", rows_of)
+        patch.setattr(filling.Pairs, "rows", rows_of)
         with pytest.raises(error):
             ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path, tokens_per_batch=1)
     before = fastdpo.calls.copy()

@@ -9,7 +9,7 @@ import torch
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps import passes
+from fastdpo.ref_logps import filling
 from fastdpo.ref_logps.shards import Shards
 from tests.support.ref_logps import assert_close, exact, ranks, tokens
 from tests.support.trl.dpo import tiny_model
@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_written(is_full, tmp_path, below_a_file, cap
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_disk_that_becomes_full_during_the_run(tmp_path, caplog, monkeypatch, strict):
     """The next run uses the values that were written before the disk was full."""
-    monkeypatch.setattr(passes, "SECONDS_BETWEEN_SHARDS", 0.0)
+    monkeypatch.setattr(filling, "SECONDS_BETWEEN_SHARDS", 0.0)
     monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="fastdpo"):
         full_disk(patch, after=1 + 4)
@@ -100,7 +100,7 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
     monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
 
     def work(rank: int):
-        passes.SECONDS_BETWEEN_SHARDS = 0.0
+        filling.SECONDS_BETWEEN_SHARDS = 0.0
         if rank == rank_of_error:
             full_disk(pytest.MonkeyPatch(), after)
         try:

@@ -17,7 +17,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 
 from fastdpo import ref_logps
-from fastdpo.ref_logps import RefLogps, passes
+from fastdpo.ref_logps import RefLogps, filling
 from tests.support import comparison
 from tests.support.comparison import RELATIVE
 
@@ -123,12 +123,12 @@ def slowly(model, rows: Sequence[dict], cache: Path, seconds: float) -> RefLogps
 
     A test can kill it midway.
     """
-    score_rows = passes.Pairs.rows
+    score_rows = filling.Pairs.rows
 
     def rows_of(pairs, indices):
         time.sleep(seconds)
         return score_rows(pairs, indices)
 
-    passes.SECONDS_BETWEEN_SHARDS = 0.0
-    passes.Pairs.rows = rows_of
+    filling.SECONDS_BETWEEN_SHARDS = 0.0
+    filling.Pairs.rows = rows_of
     return ref_logps.precompute(model, rows, cache_dir=cache, tokens_per_batch=60)

@@ -20,8 +20,8 @@ from ...integrations import patching
 from ...integrations.registry import entries_of
 from ..model_names import is_reward_model
 from . import tiny
+from .comparison import Cost, Run, costs, verdicts
 from .side import LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
-from .verdicts import Cost, Run, costs, verdicts
 
 RunSide = Callable[[Settings, str], Run]
 

@@ -99,7 +99,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    from ...ref_logps import keys, pairs, passes, with_ref_logps
+    from ...ref_logps import filling, keys, pairs, with_ref_logps
 
     if set(REFERENCE_COLUMNS) <= set(dataset.column_names):
         warn(f"{DPO}: the {name} dataset has {' and '.join(REFERENCE_COLUMNS)}, which are used as they are")
@@ -114,7 +114,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     with in_evaluation_mode(model):
         is_fused = forward.will_be_fused(model, in_doubt=True)
     most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused else batch_size
-    bounds = (passes.TOKENS_PER_BATCH, most)
+    bounds = (filling.TOKENS_PER_BATCH, most)
     directory = _cache_directory(dataset)
     precision = f"accelerate {accelerator.mixed_precision}"
     if _needs_engine(trainer):  # which casts the weights where others use autocast
@@ -128,7 +128,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
         return reference_logps(trainer, batch, _engine(trainer))
 
     with in_evaluation_mode(model):
-        logps = passes.run(
+        logps = filling.run(
             score, rows, stored, bounds, accelerator.device, f"Computing reference log probs for {name} dataset"
         )
     if getattr(trainer, ENGINE, None) is not None:

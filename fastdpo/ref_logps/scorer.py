@@ -14,8 +14,8 @@ from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
 from ..ops import token_logps
 from ..packing import IGNORE_INDEX
+from .filling import Score
 from .pairs import Pairs
-from .passes import Score
 
 NAME = "fastdpo.ref_logps"
 """The integration under which `fastdpo.calls` counts its calls."""
