@@ -13,7 +13,7 @@ from tests.support.programs.run_command import run
 from tests.support.programs.run_scripts import assert_trains_fused
 
 INSTALLED = {
-    entry.trainer: entry.trainer_modules[0]
+    entry.trainer: entry.trainer_module
     for entry in ENTRIES
     if entry.package == "trl" and SpecifierSet(entry.versions).contains(importlib.metadata.version("trl"))
 }

@@ -53,7 +53,7 @@ def run(
     settings = {
         "pid": os.getpid(),
         "notes": notes,
-        "trainers": {m: entry.trainer for entry in ENTRIES if entry.trainer in trainers for m in entry.trainer_modules},
+        "trainers": {entry.trainer_module: entry.trainer for entry in ENTRIES if entry.trainer in trainers},
         "options": options.given(),
     }
     startup = str(Path(__file__).parent / "startup")

@@ -49,7 +49,7 @@ class TrainerLine:
     "module:name" if it is one of another module.
 
     Attributes:
-        class_name: that of the class, if the last part of `name` is not.
+        class_name: that of the class; by default, the last part of `name`.
         parameters: of functions that the line calls, the names of their parameters. "..." at the end stands for any
             others.
         relies_on: the functions whose results the line computes by itself. A newer version in which they have other
@@ -62,7 +62,7 @@ class TrainerLine:
         rewards: how the trainer's model scores rows, if it is a reward model.
         cutting: the `trl.max_tokens.budget.Budget` by which `max_tokens` cuts the trainer's steps, or None.
         name: of the trainer, such as "trl.DPOTrainer", which begins with that of its package.
-        modules: the modules that may define the class, in the order in which they are tried.
+        module_name: the module that defines the class.
         newer: the packages, the trainer's and those that all trainers rely on, that are newer than the tested versions.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
@@ -70,7 +70,7 @@ class TrainerLine:
         budget: `cutting`, while the trainer is patched with `max_tokens`, otherwise None.
     """
 
-    class_name: ClassVar[str | None] = None
+    class_name: str = ""
     parameters: ClassVar[Mapping[str, list[str]]] = {}
     relies_on: ClassVar[tuple[str, ...]] = ()
     options_rely_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -83,8 +83,9 @@ class TrainerLine:
     creating: Any = None
     budget: Any = None
 
-    def __init__(self, name: str, modules: tuple[str, ...], newer: Collection[str] = ()):
-        self.name, self.modules, self.newer = name, modules, newer
+    def __init__(self, name: str, module_name: str, newer: Collection[str] = ()):
+        self.name, self.module_name, self.newer = name, module_name, newer
+        self.class_name = self.class_name or name.rpartition(".")[2]
         self.replacements = Replacements()
         self._patched_class: Any = None
         # By their ids: a trainer class that is a dataclass has instances without a hash.
@@ -181,7 +182,7 @@ class TrainerLine:
         if separator:
             scope = importlib.import_module(module) if module else self.module()
             return f"{scope.__name__}.{name}", attribute_of(scope, name)
-        return f"{self.module().__name__}.{self._class_name}.{name}", attribute_of(self.trainer_class(), name)
+        return f"{self.module().__name__}.{self.class_name}.{name}", attribute_of(self.trainer_class(), name)
 
     def expected_parameters(self) -> dict[str, list[str]]:
         """The parameters of all functions that are replaced or called."""
@@ -294,24 +295,13 @@ class TrainerLine:
         """The module that defines the trainer class. Its package may still be incomplete: `fastdpo run` patches as soon
         as the module was imported.
         """
-        *others, last = self.modules
-        for name in others:
-            try:
-                return importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
-                    raise
-        return importlib.import_module(last)
+        return importlib.import_module(self.module_name)
 
     def trainer_class(self) -> Any:
         """The trainer class. While it is patched it is known, since programs may put a subclass in its place. `enable`
         leaves its existing instances as they are.
         """
-        return self._patched_class or getattr(self.module(), self._class_name)
-
-    @property
-    def _class_name(self) -> str:
-        return self.class_name or self.name.rpartition(".")[2]
+        return self._patched_class or getattr(self.module(), self.class_name)
 
     def enable(self, options: PatchOptions) -> None:
         """Patches the trainer class. Called only if `unsupported_reason` has returned None."""

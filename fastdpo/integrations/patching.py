@@ -227,7 +227,7 @@ def _patch_imported(name: str) -> None:
         _log(report)
 
 
-_watcher = ImportWatcher({module: x.trainer for x in ENTRIES for module in x.trainer_modules}, _patch_imported)
+_watcher = ImportWatcher({x.trainer_module: x.trainer for x in ENTRIES}, _patch_imported)
 
 
 def _report(examined: Iterable[_Examined]) -> PatchReport:
@@ -343,7 +343,7 @@ def _examine(name: str, imports: bool) -> _Examined:
     entries = entries_of(name)
     version = installed_version(entries[0].package)
     entry = next((entry for entry in entries if entry.supports(version)), entries[0])
-    imports = imports or any(module in sys.modules for module in entry.trainer_modules)
+    imports = imports or entry.trainer_module in sys.modules
     if _is_done(name, imports):
         return _patched[name]
     reason, line = _unavailable_reason(entry, entries, version), None

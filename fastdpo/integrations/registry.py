@@ -24,7 +24,7 @@ class Entry(NamedTuple):
         trainer: name of the trainer, which begins with the name of the package that is imported.
         versions: versions of its distribution that are supported.
         line_class: the module in `fastdpo.integrations` and the name of the `TrainerLine` that patches the trainer.
-        trainer_modules: modules that may define the trainer's class.
+        trainer_module: the module that defines the trainer's class.
         by_default: whether `patch()` without targets patches the trainer. SFT is no preference training.
         is_cut: whether `max_tokens` applies to it.
     """
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     trainer: str
     versions: str
     line_class: str
-    trainer_modules: tuple[str, ...]
+    trainer_module: str
     by_default: bool = True
     is_cut: bool = False
 
@@ -66,46 +66,45 @@ class Entry(NamedTuple):
         """The trainer line itself. Imports torch."""
         module, _, name = self.line_class.partition(":")
         line_class = getattr(importlib.import_module(f".{module}", __package__), name)
-        return line_class(self.trainer, self.trainer_modules, self.newer())
+        return line_class(self.trainer, self.trainer_module, self.newer())
 
 
 DPO = "trl.DPOTrainer"
-DPO_MODULES = ("trl.trainer.dpo_trainer",)
-ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
+DPO_MODULE = "trl.trainer.dpo_trainer"
+ONLINE_DPO, ONLINE_DPO_LINE = "trl.OnlineDPOTrainer", "trl.online_dpo:OnlineDPOLine"
 
 ALL_TRL, TRL, OPENRLHF, SWIFT, FACTORY = ">=0.24,<1.17", ">=1.15,<1.17", ">=0.9.10,<0.12", ">=4.6,<4.7", "==0.9.5"
 TRL_FREE, SWIFT_FREE = "trl.reference_free:ReferenceFreeLine", "swift.reference_free:SwiftReferenceFreeLine"
 
 ENTRIES = (
-    Entry(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, is_cut=True),
-    Entry(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES, is_cut=True),
-    Entry(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
-    Entry("trl.OnlineDPOTrainer", ALL_TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Entry("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), is_cut=True),
-    Entry("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), is_cut=True),
-    Entry("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, True),
-    Entry("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), is_cut=True),
-    Entry("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), is_cut=True),
-    Entry("trl.CPOTrainer", TRL, TRL_FREE, ("trl.experimental.cpo.cpo_trainer",)),
-    Entry("trl.ORPOTrainer", TRL, TRL_FREE, ("trl.experimental.orpo.orpo_trainer",)),
-    Entry("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", ("trl.experimental.a2po.a2po_trainer",)),
-    Entry("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", ("trl.experimental.tpo.tpo_trainer",), is_cut=True),
-    Entry("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", ("openrlhf.trainer.dpo_trainer",)),
-    Entry(
-        "openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", ("openrlhf.trainer.rm_trainer",)
-    ),
-    Entry("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", ("swift.rlhf_trainers.dpo_trainer",)),
-    Entry("swift.CPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.cpo_trainer",)),
-    Entry("swift.ORPOTrainer", SWIFT, SWIFT_FREE, ("swift.rlhf_trainers.orpo_trainer",)),
-    Entry("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", ("swift.rlhf_trainers.kto_trainer",)),
-    Entry("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", ("swift.rlhf_trainers.reward_trainer",)),
-    Entry("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
-    Entry("llamafactory.KTOTrainer", FACTORY, "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
+    Entry(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULE, is_cut=True),
+    Entry(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULE, is_cut=True),
+    Entry(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULE),
+    Entry(ONLINE_DPO, ">=0.26,<1.17", ONLINE_DPO_LINE, "trl.experimental.online_dpo.online_dpo_trainer"),
+    Entry(ONLINE_DPO, ">=0.24,<0.26", ONLINE_DPO_LINE, "trl.trainer.online_dpo_trainer"),
+    Entry("trl.KTOTrainer", TRL, "trl.kto:KTOLine", "trl.trainer.kto_trainer", is_cut=True),
+    Entry("trl.RewardTrainer", ALL_TRL, "trl.reward:RewardLine", "trl.trainer.reward_trainer", is_cut=True),
+    Entry("trl.SFTTrainer", TRL, "trl.sft:SFTLine", "trl.trainer.sft_trainer", False, True),
+    Entry("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", "trl.trainer.grpo_trainer", is_cut=True),
+    Entry("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", "trl.trainer.rloo_trainer", is_cut=True),
+    Entry("trl.CPOTrainer", TRL, TRL_FREE, "trl.experimental.cpo.cpo_trainer"),
+    Entry("trl.ORPOTrainer", TRL, TRL_FREE, "trl.experimental.orpo.orpo_trainer"),
+    Entry("trl.A2POTrainer", TRL, "trl.a2po:A2POLine", "trl.experimental.a2po.a2po_trainer"),
+    Entry("trl.TPOTrainer", TRL, "trl.tpo:TPOLine", "trl.experimental.tpo.tpo_trainer", is_cut=True),
+    Entry("openrlhf.DPOTrainer", OPENRLHF, "openrlhf.dpo:OpenRLHFDPOLine", "openrlhf.trainer.dpo_trainer"),
+    Entry("openrlhf.RewardModelTrainer", OPENRLHF, "openrlhf.reward:OpenRLHFRewardLine", "openrlhf.trainer.rm_trainer"),
+    Entry("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", "swift.rlhf_trainers.dpo_trainer"),
+    Entry("swift.CPOTrainer", SWIFT, SWIFT_FREE, "swift.rlhf_trainers.cpo_trainer"),
+    Entry("swift.ORPOTrainer", SWIFT, SWIFT_FREE, "swift.rlhf_trainers.orpo_trainer"),
+    Entry("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", "swift.rlhf_trainers.kto_trainer"),
+    Entry("swift.RewardTrainer", SWIFT, "swift.line:SwiftRewardLine", "swift.rlhf_trainers.reward_trainer"),
+    Entry("llamafactory.DPOTrainer", FACTORY, "llamafactory.dpo:FactoryDPOLine", "llamafactory.train.dpo.trainer"),
+    Entry("llamafactory.KTOTrainer", FACTORY, "llamafactory.kto:FactoryKTOLine", "llamafactory.train.kto.trainer"),
     Entry(
         "llamafactory.PairwiseTrainer",
         FACTORY,
         "llamafactory.reward:FactoryRewardLine",
-        ("llamafactory.train.rm.trainer",),
+        "llamafactory.train.rm.trainer",
     ),
 )
 """Those of one trainer from the newest versions to the oldest."""
@@ -189,7 +188,7 @@ def _target_name(op: str, target: object) -> str:
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")
     for entry in ENTRIES:
-        if target.__module__ in entry.trainer_modules and target.__name__.endswith(entry.trainer.rpartition(".")[2]):
+        if target.__module__ == entry.trainer_module and target.__name__.endswith(entry.trainer.rpartition(".")[2]):
             return entry.trainer
     raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
 

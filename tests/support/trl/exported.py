@@ -43,7 +43,7 @@ def exported() -> Iterator[tuple[str, type]]:
 def entry_of(trainer_class: type) -> Entry | None:
     """The entry of a class itself."""
     name = f"trl.{trainer_class.__name__}"
-    return next((x for x in ENTRIES if x.trainer == name and trainer_class.__module__ in x.trainer_modules), None)
+    return next((x for x in ENTRIES if x.trainer == name and trainer_class.__module__ == x.trainer_module), None)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
