@@ -7,8 +7,8 @@ those of the last ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,7 @@ Gather = Callable[[Tensor], Tensor]
 _FUNCTIONS = ("gather", "gather_for_metrics")
 
 
-@contextmanager
-def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[None]:
+def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> AbstractContextManager[None]:
     """During the block, metrics are gathered from all ranks.
 
     Does nothing in one process, or if user code has replaced the accelerator's gathering functions.
@@ -33,11 +32,9 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
     """
     modules = (module_of(getattr(accelerator, name)) for name in _FUNCTIONS)
     if accelerator.num_processes == 1 or not all(x.startswith(("accelerate.", "fastdpo.")) for x in modules):
-        yield
-        return
+        return nullcontext()
     of_all: Gather = gather or accelerator.gather
-    with temporarily(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
-        yield
+    return temporarily(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x)))
 
 
 def in_float32(accelerator: Any) -> AbstractContextManager[None]:
