@@ -46,10 +46,9 @@ class ReferenceFreeLine(TrainerLine):
 
         def from_logits(of_model: Any) -> tuple[Tensor, ...]:
             chosen, rejected, *logits_and_others = stock(trainer, of_model, batch)
-            mean_logits = torch.cat(
-                [x[:, : completions.shape[1]].mean(-1, dtype=torch.float32) for x in logits_and_others[:2]]
-            )
-            return chosen, rejected, *_mean_logits(mean_logits, completions), *logits_and_others[2:]
+            halves = zip(logits_and_others[:2], completions.chunk(2), strict=True)
+            means = (_mean_logit(logits, mask) for logits, mask in halves)
+            return chosen, rejected, *means, *logits_and_others[2:]
 
         results = functools.partial(results_of, self, trainer, completions)
         return score(model, self.name, self._inputs(trainer, rows), results, from_logits)
@@ -90,7 +89,7 @@ def results_of(line: TrainerLine, trainer: Any, completions: Tensor, rows: Score
     return *logps.chunk(2), *means, nll, *(() if rows.aux_loss is None else (rows.aux_loss,))
 
 
-def _mean_logits(mean_logits: Tensor, completions: Tensor) -> tuple[Tensor, ...]:
-    """The means over the completions of the chosen and of the rejected rows, from those of tokens [2B, L-1]."""
-    halves = zip(mean_logits.chunk(2), completions.to(mean_logits.device).chunk(2), strict=True)
-    return tuple(masked_mean(logits, mask) for logits, mask in halves)
+def _mean_logit(logits: Tensor, completions: Tensor) -> Tensor:
+    """The mean of the logits [B, L, V] of rows with these tokens of completions, bool [B, L-1]."""
+    means = logits[:, : completions.shape[1]].mean(-1, dtype=torch.float32)
+    return masked_mean(means, completions.to(means.device))
