@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +95,6 @@ class _Predictions:
 
     def __eq__(self, labels: object) -> Any:
         return self._is_label
-
-    def __hash__(self) -> NoReturn:
-        raise TypeError("fused logits: predictions are not hashable")
 
 
 RESULTS: dict[str, Callable[[FusedLogits], Any]] = {
