@@ -345,17 +345,5 @@ class PreferenceObjective:
     def losses(self) -> tuple[str, ...]:
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
-    @property
-    def weighted_losses(self) -> list[tuple[str, float]]:
-        """The losses, each with its weight."""
-        weights = self.loss_weights or [1.0] * len(self.losses)
-        return [*zip(self.losses, weights, strict=True)]
-
 
 DPO = PreferenceObjective()
-
-
-def require_objective(op: str, objective: object) -> None:
-    rule = 'be a PreferenceObjective, such as PreferenceObjective(loss_type="ipo")'
-    is_objective = isinstance(objective, PreferenceObjective)
-    checks.require(is_objective, op, "objective", rule, checks.shown(objective), error=TypeError)

@@ -6,6 +6,7 @@ Dimensions: P pairs.
 from __future__ import annotations
 
 from functools import reduce
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from .objectives import (
     LossInputs,
     PreferenceObjective,
     per_token,
-    require_objective,
 )
 
 
@@ -98,7 +98,9 @@ def preference_loss(
     floating = {**logps, "sft_logps": sft_logps, "weights": weights}
     lengths = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
     given = {**floating, **lengths}
-    require_objective(OP, objective)
+    is_objective = isinstance(objective, PreferenceObjective)
+    rule = 'be a PreferenceObjective, such as PreferenceObjective(loss_type="ipo")'
+    checks.require(is_objective, OP, "objective", rule, checks.shown(objective), error=TypeError)
     is_free = all(loss in REFERENCE_FREE for loss in objective.losses)
     without = is_free and ref_chosen_logps is None and ref_rejected_logps is None
     required: dict[str, Any] = {name: x for name, x in logps.items() if not (without and name.startswith("ref_"))}
@@ -130,7 +132,8 @@ def preference_loss(
     scores = score(chosen - ref_chosen, alpha), score(rejected - ref_rejected, alpha)
     sft_logps = chosen if sft_logps is None else sft_logps.to(dtype)
     pairs = LossInputs(chosen, rejected, ref_chosen, ref_rejected, *scores, sft_logps, *lengths.values())
-    losses = torch.stack([weight * LOSSES[loss](pairs, objective) for loss, weight in objective.weighted_losses]).sum(0)
+    of_losses = zip(objective.losses, objective.loss_weights or repeat(1.0), strict=False)
+    losses = torch.stack([weight * LOSSES[loss](pairs, objective) for loss, weight in of_losses]).sum(0)
     if weights is not None:
         losses = losses * weights.to(dtype)
     rewards = pairs.chosen_logratios, pairs.rejected_logratios
