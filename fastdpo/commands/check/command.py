@@ -90,7 +90,7 @@ def check(
         run = run or run_in_process
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         rounded = run(settings, PERTURBED)
-    found = verdicts(stock, patched, rounded)
+    found = list(verdicts(stock, patched, rounded))
     epoch, ok = (patched["epoch"] if dataset else None), all(x.is_explained for x in found)
     return Report(_title(settings, stock), found, costs(stock, patched), epoch, ok)
 

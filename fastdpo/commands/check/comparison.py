@@ -43,24 +43,14 @@ def costs(stock: Run, fastdpo: Run) -> list[Cost]:
     return [tokens, Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]), memory]
 
 
-def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> list[Difference]:
-    """The difference of each quantity over all batches.
+def verdicts(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Difference]:
+    """The difference of each quantity over all batches, after that of whether every call is fused.
 
     Args:
         stock, fastdpo: the two sides.
         rounded: stock, rounded otherwise.
     """
-    return [_fused(fastdpo), *_compared(stock, fastdpo, rounded)]
-
-
-def _fused(fastdpo: Run) -> Difference:
-    calls = fastdpo["calls"]
-    stock = {name: n for name, n in calls.items() if not name.endswith(" fused")}
-    detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])
-    return Difference("every call is fused", detail="" if calls and not stock else detail)
-
-
-def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Difference]:
+    yield _fused(fastdpo)
     sides, unit = (fastdpo, stock, rounded), stock["unit"]
     for name in dict.fromkeys(name for run in sides for name in run["scores"]):
         yield run_difference(name, *(run["scores"].get(name) for run in sides), unit=unit)
@@ -72,6 +62,13 @@ def _compared(stock: Run, fastdpo: Run, rounded: Run) -> Iterator[Difference]:
         yield run_difference(label, *values, unit=unit, scale=_scale(stock, name), count=count)
     for group in (x for x in GROUPS if x in stock["gradients"]):
         yield run_difference(f"gradients: {group}", *(run["gradients"].get(group) for run in sides), unit=unit)
+
+
+def _fused(fastdpo: Run) -> Difference:
+    calls = fastdpo["calls"]
+    stock = {name: n for name, n in calls.items() if not name.endswith(" fused")}
+    detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])
+    return Difference("every call is fused", detail="" if calls and not stock else detail)
 
 
 def _column(run: Run, name: str) -> Tensor | None:
