@@ -95,7 +95,7 @@ class TrainerLine:
 
     def models(self, trainer: Any) -> Mapping[str, nn.Module]:
         """The models that a trainer has now, by role: "policy" and "reference". PEFT and engines may have wrapped them.
-        By default those of a trainer of transformers.
+        They are its attributes `model` and `ref_model`.
         """
         wrapped = {role: vars(trainer).get(name) for role, name in (("policy", "model"), ("reference", "ref_model"))}
         return {role: without_engines(model) for role, model in wrapped.items() if model is not None}

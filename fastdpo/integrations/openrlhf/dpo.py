@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...models.batch import inputs_once
 from ...models.examine.support import wrapping_reason
@@ -46,9 +46,6 @@ _SCORES = (
 class OpenRLHFDPOLine(OpenRLHFLine):
     parameters = _PARAMETERS
     relies_on = _SCORES
-
-    def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
-        return {"policy": trainer.model, "reference": trainer.ref_model}
 
     def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         actor = trainer.model if role == "policy" else trainer.ref_model

@@ -57,9 +57,6 @@ class OpenRLHFRewardLine(OpenRLHFLine):
     relies_on = ("concatenated_forward",)
     rewards = _ValueHead()
 
-    def models(self, trainer: RewardModelTrainer) -> dict[str, nn.Module]:
-        return {"policy": trainer.model}
-
     def concatenated_forward(
         self, stock: Callable, trainer: RewardModelTrainer, model: nn.Module, *batch: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
