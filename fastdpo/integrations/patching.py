@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,20 +93,14 @@ class _Examined(NamedTuple):
     """A trainer that was examined, and how it is patched, if it is.
 
     Attributes:
-        seam: without the trainers created before `patch()`.
+        seam: without `stock_trainers`.
         line: can patch the trainer, or has patched it; None if it is off, or not imported.
-        stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
         options: those that it is patched with.
     """
 
     seam: Seam
     line: TrainerLine | None
-    stock: weakref.WeakValueDictionary[int, Any]
     options: PatchOptions = PatchOptions()
-
-    def current_seam(self) -> Seam:
-        """The seam, with the trainers created before `patch()` that still exist."""
-        return replace(self.seam, stock_trainers=tuple(sorted(type(x).__name__ for x in self.stock.values())))
 
 
 _patched: dict[str, _Examined] = {}
@@ -187,7 +180,7 @@ def _patch(targets: Sequence[Target | Sequence[Target]], options: PatchOptions) 
     names, options = targeted_trainers("patch", targets), options.checked("patch")
     with _lock:
         examined = [_with_options(x, options) for x in _examine_all(names, names if targets else ())]
-        report = _report(examined)
+        report = _report(_with_stock(examined))
         if targets and not all(seam.on for seam in report.seams):
             raise PatchError(f"patch: {report}")
         if strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
@@ -217,7 +210,7 @@ def _patch_imported(name: str) -> None:
         if name not in _patched or _patched[name].line is not None:
             return
         examined = [_with_options(_examine(name, imports=True), _patched[name].options)]
-        report = _report(examined)
+        report = _report((examined[0].seam,))
         if examined[0].seam.on:
             _enable(examined)
         else:
@@ -230,9 +223,8 @@ def _patch_imported(name: str) -> None:
 _watcher = ImportWatcher({x.trainer_module: x.trainer for x in ENTRIES}, _patch_imported)
 
 
-def _report(examined: Iterable[_Examined]) -> PatchReport:
+def _report(seams: tuple[Seam, ...]) -> PatchReport:
     """The report on trainers, with a note on newer versions that no report has had."""
-    seams = tuple(x.current_seam() for x in examined)
     newer = dict.fromkeys(package for seam in seams if seam.on for package in seam.newer)
     if noted.issuperset(newer):
         return PatchReport(seams)
@@ -290,7 +282,7 @@ def examine(*targets: Target | Sequence[Target]) -> PatchReport:
     with _lock:
         names = targeted_trainers("doctor", targets)
         examined = _examine_all(names, [x for x in names if targets or not x.startswith(CHANGING_OTHERS)])
-    return PatchReport(tuple(x.current_seam() for x in examined))
+        return PatchReport(_with_stock(examined))
 
 
 def options_of(trainer: str) -> PatchOptions | None:
@@ -318,22 +310,25 @@ def _examine_all(names: list[str], imports: Collection[str]) -> list[_Examined]:
     """
     ordered = sorted(names, key=lambda name: name.startswith("trl."))
     examined = {name: _examine(name, name in imports) for name in ordered}
-    new = {name: x.line for name, x in examined.items() if _patched.get(name) is not x}
-    kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
-    stock = _unpatched(*kinds.values())
-    for name, kind in kinds.items():
-        own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
-        examined[name] = examined[name]._replace(stock=own)
     return [examined[name] for name in names]
 
 
-def _unpatched(*kinds: type) -> list[Any]:
-    """The trainers of some classes that exist and are not patched."""
-    if not kinds or not existing_instances(*kinds):
-        return []
-    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
-    # The line of a subclass may have patched a trainer already.
-    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
+def _with_stock(examined: Sequence[_Examined]) -> tuple[Seam, ...]:
+    """What is known of trainers, with those created before `patch()` that still exist."""
+    kinds = {x.seam.name: x.line.trainer_class() for x in examined if x.line is not None}
+    stock = _created_before(*kinds.values())
+    if stock:
+        gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+        stock = _created_before(*kinds.values())
+    names = {name: sorted(type(x).__name__ for x in stock if isinstance(x, kind)) for name, kind in kinds.items()}
+    return tuple(replace(x.seam, stock_trainers=tuple(names.get(x.seam.name, ()))) for x in examined)
+
+
+def _created_before(*kinds: type) -> list[Any]:
+    """The trainers of some classes that were created before `patch()`. All others have a state, or None in its place,
+    some from the line of a subclass.
+    """
+    return [x for x in existing_instances(*kinds) if STATE not in vars(x)] if kinds else []
 
 
 def _examine(name: str, imports: bool) -> _Examined:
@@ -352,10 +347,10 @@ def _examine(name: str, imports: bool) -> _Examined:
     if _is_done(name, imports):
         return _patched[name]
     if reason is not None:
-        return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
+        return _Examined(Seam(name, version, reason), None)
     newer = tuple(f"{x} {installed_version(x)}" for x in sorted(entry.newer()))
     seam = Seam(name, version, None, newer=newer, imported=imports)
-    return _Examined(seam, line, weakref.WeakValueDictionary())
+    return _Examined(seam, line)
 
 
 def _is_done(name: str, imports: bool) -> bool:
