@@ -88,15 +88,11 @@ def unwrap_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any
     return model if is_bare else type(accelerator).unwrap_model(accelerator, model, *args, **kwargs)
 
 
-def disable_adapter(model: Any) -> AbstractContextManager[None]:
+@contextmanager
+def disable_adapter(model: Any) -> Iterator[None]:
     """The context of the model's class. When it begins and when it ends, it is given the status of the model and the
     switch of its adapters as they are then: code in the block may add adapters, and set others.
     """
-    return _disabled(model)
-
-
-@contextmanager
-def _disabled(model: Any) -> Iterator[None]:
     context = type(model).disable_adapter(model)
 
     def end(*error: Any) -> bool | None:
