@@ -99,10 +99,9 @@ def prepare(
     checks.require_flags("prepare", shifted=shifted)
     require_compile("prepare", compile)
     statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))
-    group = _group_of(sequence_group)
     options = ForwardOptions(
         NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile
-    )._replace(sequence_group=group)
+    )._replace(sequence_group=_group_of(sequence_group))
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
     switching.install(model)
     return model
