@@ -64,12 +64,15 @@ class RewrittenDPOLine(TrainerLine):
     """What the lines of these DPOTrainers share."""
 
     options_rely_on: ClassVar = {"precompute_ref_log_probs": precompute.RELIES_ON}
-    replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
+    replaced = ("_compute_loss", *REPLACED, "_precompute_ref_logps", ":disable_gradient_checkpointing")
 
-    def replace(self) -> None:
-        super().replace()
-        # Which TRL runs its references in, of a policy with virtual tokens as well, where no adapter tells them apart.
-        self.replacements.wrap(self.module(), "disable_gradient_checkpointing", _as_reference)
+    @contextmanager
+    def disable_gradient_checkpointing(self, stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """TRL runs its references in this context, also that of a policy with virtual tokens, which no adapter tells
+        apart.
+        """
+        with counting_calls_as("reference"), stock(model, *args, **kwargs):
+            yield
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
@@ -86,11 +89,6 @@ class RewrittenDPOLine(TrainerLine):
         if self.is_newer and not (self.budget is not None and self.budget.cuts(trainer)):
             return stock(trainer, *args, **kwargs)
         return super().get_train_dataloader(stock, trainer, *args, **kwargs)
-
-    def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        inputs = kwargs["inputs"] if "inputs" in kwargs else args[-1]  # TRL before 1.9 does not pass the model
-        with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
-            return stock(trainer, *args, **kwargs)
 
     def _precompute_ref_logps(
         self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
@@ -162,12 +160,6 @@ def computing_loss(trainer: Any, state: TrainerState, models: list[Any], inputs:
         labels_from(inputs.get("completion_mask"), inputs["input_ids"], passes),
         nullcontext() if trainer.accelerator.num_processes == 1 else of_all_ranks(trainer.accelerator),
     ):
-        yield
-
-
-@contextmanager
-def _as_reference(stock: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
-    with counting_calls_as("reference"), stock(*args, **kwargs):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from .logits_line import LogitsBudget, LogitsLine
 
 
 class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
+    replaced = (*RewrittenDPOLine.replaced, "compute_ref_log_probs")
     cutting = LogitsBudget(**PAIRS)
 
     def unsupported_reason(self) -> Reason | None:
@@ -35,6 +37,11 @@ class LogitsDPOLine(LogitsLine, RewrittenDPOLine):
         """
         vars(trainer)["ref_model"] = model
         self.prepare(trainer)
+
+    def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[-1]  # TRL before 1.9 does not pass the model
+        with self.scoring(trainer, inputs, False):
+            return stock(trainer, *args, **kwargs)
 
     def labels(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> Tensor:
         if not hasattr(trainer, "_truncate_inputs"):

@@ -51,11 +51,11 @@ class FusedHeadLine(TrainerLine):
         return {**_PARAMETERS, **super().expected_parameters()}
 
     def replace(self) -> None:
-        super().replace()
         self.replacements.wrap(self.module(), "add_fused_lm_head", self.add_fused_lm_head)
         for function in (is_peft_model, disable_gradient_checkpointing):
             if hasattr(self.module(), function.__name__):
                 self.replacements.wrap(self.module(), function.__name__, function)
+        super().replace()  # around these
 
     def install(self, trainer: Any, role: str, model: nn.Module, base: PreTrainedModel) -> None:
         """Does nothing before TRL has given the model to `add_fused_lm_head`, which models of rewards never are."""
