@@ -11,6 +11,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -136,6 +137,10 @@ class TrainerLine:
         """`logged`, and what else the policy of a trainer needs."""
         return self.logged
 
+    def packs_collated(self) -> bool:
+        """Whether batches are packed where they are collated, if the line replaces `collating.REPLACED`."""
+        return True
+
     def padding(self, trainer: Any) -> int | None:
         """The id of padding, if the trainer trains a reward model, which scores the last token with another one."""
 
@@ -230,7 +235,8 @@ class TrainerLine:
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Where steps are cut, micro-batches are packed instead, of units that may be dealt to the ranks."""
         if self.budget is None or not self.budget.cuts(trainer):
-            with packing_batches(trainer, self.groups, self.padding(trainer)):
+            packing = packing_batches(trainer, self.groups, self.padding(trainer))
+            with packing if self.packs_collated() else nullcontext():
                 return stock(trainer, *args, **kwargs)
         loader = stock(trainer, *args, **kwargs)
         self.budget.deal(trainer, loader)

@@ -84,11 +84,8 @@ class RewrittenDPOLine(TrainerLine):
         """
         return nullcontext()
 
-    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        """Batches are packed for the labels that a tested `_compute_loss` makes of them."""
-        if self.is_newer and not (self.budget is not None and self.budget.cuts(trainer)):
-            return stock(trainer, *args, **kwargs)
-        return super().get_train_dataloader(stock, trainer, *args, **kwargs)
+    def packs_collated(self) -> bool:
+        return not self.is_newer  # packed for the labels that a tested `_compute_loss` makes of a batch
 
     def _precompute_ref_logps(
         self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
@@ -189,10 +186,9 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
         if state is not None and self._sequence_group() is not None:
             context_parallel.install(trainer, state.undo)
 
-    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self._sequence_group() is not None:  # whose ranks divide the tokens of a batch, which the collator does not
-            return stock(trainer, *args, **kwargs)
-        return super().get_train_dataloader(stock, trainer, *args, **kwargs)
+    def packs_collated(self) -> bool:
+        # The ranks of a group divide the tokens of a batch, which the collator does not.
+        return super().packs_collated() and self._sequence_group() is None
 
     def _sequence_group(self) -> SequenceGroup | None:
         """The ranks that share each batch. None where accelerate has another way to do it than the tested one."""
