@@ -25,6 +25,13 @@ def column_names(dataset: Any) -> set[str]:
     return set(names or ())
 
 
+def columns_of_rows(op: str, dataset: Any) -> set[str]:
+    """The columns of a dataset, or those of all rows of a sequence of mappings."""
+    if hasattr(dataset, "column_names"):
+        return set(dataset.column_names)
+    return set().union(*(mapping_of(op, dataset[i]) for i in range(len(dataset))))
+
+
 def read_columns(
     op: str, dataset: Any, columns: Sequence[str] = COLUMNS
 ) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:

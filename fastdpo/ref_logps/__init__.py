@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .. import checks
-from ..data.columns import REFERENCE_COLUMNS, require_dataset
+from ..data.columns import REFERENCE_COLUMNS, columns_of_rows, require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.examine.comparable import in_evaluation_mode
@@ -153,18 +153,14 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
             got = len(x) if x.dim() == 1 else f"shape {list(x.shape)}"
             raise ValueError(f"with_ref_logps: logps must have {len(dataset)} rows; got {got}")
     columns = dict(zip(REFERENCE_COLUMNS, (x.to("cpu", torch.float32).numpy() for x in logps), strict=True))
-    if hasattr(dataset, "add_column"):
-        names, result = set(dataset.column_names), dataset
-        for name, column in columns.items() if names.isdisjoint(REFERENCE_COLUMNS) else ():
-            result = result.add_column(name, column)
-    else:
-        names = set().union(*dataset)
-        result = [{**row, **{name: float(x[i]) for name, x in columns.items()}} for i, row in enumerate(dataset)]
-    if not names.isdisjoint(REFERENCE_COLUMNS):
-        raise ValueError(
-            f"with_ref_logps: dataset must not have {' and '.join(REFERENCE_COLUMNS)} yet; got {sorted(names)}"
-        )
-    return result
+    names = columns_of_rows("with_ref_logps", dataset)
+    rule = f"not have {' and '.join(REFERENCE_COLUMNS)} yet"
+    checks.require(names.isdisjoint(REFERENCE_COLUMNS), "with_ref_logps", "dataset", rule, sorted(names))
+    if not hasattr(dataset, "add_column"):
+        return [{**row, **{name: float(x[i]) for name, x in columns.items()}} for i, row in enumerate(dataset)]
+    for name, column in columns.items():
+        dataset = dataset.add_column(name, column)
+    return dataset
 
 
 def _directory(cache_dir: object) -> Path:

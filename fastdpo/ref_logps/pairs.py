@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..data.columns import COLUMNS, arrow_columns, has_transform, ids_of, mapping_of, read_columns, require_dataset
+from ..data.columns import COLUMNS, arrow_columns, columns_of_rows, has_transform, ids_of, read_columns, require_dataset
 from ..packing import IGNORE_INDEX
 from .lengths import PairLengths
 
@@ -120,10 +120,7 @@ def _require_stored(dataset: Any) -> None:
 
 def _require_text(dataset: Any) -> None:
     """Raises ValueError for a dataset with images, which would be left out."""
-    if hasattr(dataset, "column_names"):
-        names = set(dataset.column_names)
-    else:
-        names = set().union(*(mapping_of("precompute", dataset[i]) for i in range(len(dataset))))
+    names = columns_of_rows("precompute", dataset)
     images = [name for name in IMAGES if name in names]
     if images:
         raise ValueError(
