@@ -31,8 +31,16 @@ def canonical_json(x: object) -> str:
     return json.dumps(x, sort_keys=True, default=of_other)
 
 
-def tensor_digest(name: str, tensor: Tensor) -> str:
-    """Hash of a tensor's dtype, shape and bytes.
+def require_readable(name: str, tensor: Tensor) -> None:
+    """Raises NotImplementedError for a tensor without bytes that could be read. Runs no collective."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or type(local) not in (Tensor, nn.Parameter):
+        kind = "on the meta device" if local.is_meta else type(local).__name__
+        raise NotImplementedError(f"{name} cannot be read: it is {kind}")
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Hash of a readable tensor's dtype, shape and bytes.
 
     A parameter sharded by FSDP2 or ZeRO-3 is gathered, so every rank must call this.
     """
@@ -42,14 +50,11 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         with deepspeed.zero.GatheredParameters([tensor]):
-            return _digest(name, tensor.data)
-    return _digest(name, tensor)
+            return _digest(tensor.data)
+    return _digest(tensor)
 
 
-def _digest(name: str, tensor: Tensor) -> str:
-    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
-        kind = "on the meta device" if tensor.is_meta else type(tensor).__name__
-        raise NotImplementedError(f"{name} cannot be read: it is {kind}")
+def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

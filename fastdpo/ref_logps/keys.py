@@ -16,7 +16,7 @@ from ..models.parts import base_of
 from ..models.ranks.sharding import is_sharded
 from ..reasons import Reason
 from . import ranks
-from .digests import canonical_json, config_digest, tensor_digest
+from .digests import canonical_json, config_digest, require_readable, tensor_digest
 from .module_state import ModuleStates, require_no_additions
 from .shards import Shards
 
@@ -53,14 +53,7 @@ def shards_of(
     ranks.require_equal_work(pairs.digest, *options, directory is None)
     if directory is None or ranks.cache_disabled(uncacheable_reason(model)):
         return None
-    digest, reason = "", None
-    try:
-        digest = model_digest(base_of(model, "precompute"))
-    except NotImplementedError as error:
-        reason = Reason("no-key", error=error)
-    if ranks.cache_disabled(reason):
-        return None
-    found = key(pairs, digest, precision, ld_alpha)
+    found = key(pairs, model_digest(base_of(model, "precompute")), precision, ld_alpha)
     ranks.require_equal_work(found)
     return Shards(directory / found, found, len(pairs))
 
@@ -87,17 +80,14 @@ def model_digest(model: PreTrainedModel) -> str:
     A model with disabled adapters has the digest of the model without them. Parameters sharded by
     FSDP2 or ZeRO-3 are gathered one at a time, so every rank must call this, and only if no rank has an
     `uncacheable_reason`. The digest does not depend on the number of ranks.
-
-    Raises:
-        NotImplementedError: the values of a tensor cannot be read.
     """
     sharded = is_sharded(model)
     states = ModuleStates(model)
     tensors = sorted(states.tensors.items())
-    different = list({id(x): (name, x) for name, x in reversed(tensors)}.values())[::-1]
+    different = {id(x): x for _, x in tensors}
     with ThreadPoolExecutor(1 if sharded else min(8, os.cpu_count() or 1)) as pool:
-        digests = list((map if sharded else pool.map)(lambda item: tensor_digest(*item), different))
-    of_id = {id(x): digest for (_, x), digest in zip(different, digests, strict=True)}
+        digests = (map if sharded else pool.map)(tensor_digest, different.values())
+        of_id = dict(zip(different, digests, strict=True))
     of_tensors = [[name, of_id[id(x)]] for name, x in tensors]
     entries = sorted(map(canonical_json, states.entries))
     whole = [config_digest(model.config), of_tensors, entries, active_adapters(model)]
@@ -116,7 +106,8 @@ def uncacheable_reason(model: nn.Module) -> Reason | None:
     base = base_of(model, "precompute")
     inside = set(base.modules())
     try:
-        ModuleStates(base)
+        for name, x in ModuleStates(base).tensors.items():
+            require_readable(name, x)
         for name, module in model.named_modules():
             if module not in inside:  # a wrapper of the model
                 require_no_additions(name or "the model", module)
