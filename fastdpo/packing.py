@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -301,7 +302,7 @@ def make_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, form:
         padded_shape=(n_rows, length),
         output_shape=(n_rows, scored.shape[1]),
         multiplicity=torch.from_numpy(multiplicity),
-        label_bounds=_bounds(torch.from_numpy(counts)),
+        label_bounds=torch.from_numpy(np.append(0, counts.cumsum())),
         unshared=int(need.sum()),
         id_range=(int(ids.min()), int(ids.max())),
         is_left_padded=bool(offset[row].any()),
@@ -331,14 +332,9 @@ def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shi
         output_shape=(n_rows, targets.shape[1]),
         multiplicity=(attention_mask != 0).flatten().long(),
         padded_shape=(n_rows, length),
-        label_bounds=_bounds((targets != IGNORE_INDEX).sum(1).cpu()),
+        label_bounds=F.pad((targets != IGNORE_INDEX).sum(1).cpu().cumsum(0), (1, 0)),
         unshared=n_rows * length,
     )
-
-
-def _bounds(counts: Tensor) -> Tensor:
-    """[R + 1] the sums of the counts [R] up to each row."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
