@@ -13,11 +13,11 @@ from torch import Tensor
 from ...models import forward
 from ...models.adapters import without_adapters
 from ...models.batch import inputs_once
+from ...models.reward_head import CLASSIFIER_HEAD
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..options import liger_reason
 from ..scored_rows import Inputs
-from ..trl.reward import RewardLine
 from .batches import inputs_of
 
 SCORES = ("get_per_token_logps", "_packed_sequence_sum", "get_cu_seqlens", "prepare_logits_to_keep")
@@ -64,5 +64,4 @@ class SwiftLine(TrainerLine):
 class SwiftRewardLine(SwiftLine):
     """RewardTrainer. Its loss is computed from what its model returns, so that nothing of it is replaced."""
 
-    parameters = RewardLine.parameters
-    rewards = RewardLine.rewards
+    rewards = CLASSIFIER_HEAD
