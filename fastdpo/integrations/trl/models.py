@@ -39,8 +39,9 @@ def as_reference(trainer: Any) -> AbstractContextManager[None]:
     """A context in which a policy that is its own reference acts as such: with its adapters disabled, or with
     the copy named "ref".
     """
-    is_policy = trainer.ref_model is None
-    adapters = getattr(without_engines(trainer.model), "peft_config", None) if is_policy else None
+    if trainer.ref_model is not None:
+        return nullcontext()
+    adapters = getattr(without_engines(trainer.model), "peft_config", None)
     if adapters is None:
         return nullcontext()
     return with_adapter(trainer.model, "ref" if "ref" in adapters else None, "as_reference")
