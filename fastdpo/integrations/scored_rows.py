@@ -116,10 +116,11 @@ class ScoredRows(NamedTuple):
 
     def mean_logit(self) -> Tensor:
         """The mean of the logits of all tokens."""
-        if self.mean_logits is None:
-            rule = "be requested, as by fastdpo.prepare(model, outputs=['mean_logits'])"
-            raise ValueError(f"ScoredRows: mean_logits must {rule}; got None")
-        return masked_mean(self.mean_logits, self.mask)
+        return masked_mean(self._mean_logits(), self.mask)
+
+    def mean_logits_of_rows(self) -> Tensor:
+        """The mean of the logits of each row [R]."""
+        return masked_mean(self._mean_logits(), self.mask, 1)
 
     def halves(self, order: RowOrder = "halves") -> tuple[ScoredRows, ScoredRows]:
         """The chosen rows and the rejected ones.
@@ -157,6 +158,12 @@ class ScoredRows(NamedTuple):
         shorter = torch.minimum(*counts.chunk(2)).repeat(2)
         index = self.mask.cumsum(1) - 1 if index is None else index
         return torch.where(index < shorter[:, None], 1.0, alpha)
+
+    def _mean_logits(self) -> Tensor:
+        if self.mean_logits is None:
+            rule = "be requested, as by fastdpo.prepare(model, outputs=['mean_logits'])"
+            raise ValueError(f"ScoredRows: mean_logits must {rule}; got None")
+        return self.mean_logits
 
 
 def label_mask(labels: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class FactoryKTOLine(FactoryLine):
             output = self.output_of(trainer, model, _rows(batch, prefix), batch.keys() - _KNOWN)
         if isinstance(output, ScoredRows):
             sums, means = output.sums(), output.sums() / output.counts()
-            logits = means if output.mean_logits is None else masked_mean(output.mean_logits, output.mask, 1)
+            logits = means if output.mean_logits is None else output.mean_logits_of_rows()
             return logits.detach(), sums, means
         called = model if output is None else lambda **inputs: SimpleNamespace(logits=output.logits)
         logits, *logps = stock(trainer, called, batch, prefix)

@@ -48,9 +48,16 @@ _LABELS = {"mean_logits": "mean logits", "log_sum_sq_probs": "sums of squares"}
 
 
 class VerificationError(RuntimeError):
-    """With `patch(verify=True)`: a fused call of a model differs from the stock one by more than rounding explains. If
-    it is the first call, no weight has been changed.
+    """With `patch(verify=True)`: a fused call of a model, or the first loss of a trainer, differs from the stock one
+    by more than rounding explains. If it is the first call, no weight has been changed.
+
+    Attributes:
+        differences: in words.
     """
+
+    def __init__(self, message: str, differences: str = ""):
+        super().__init__(message)
+        self.differences = differences
 
 
 Outcome = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -111,11 +118,12 @@ def audit(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch | No
     if reason is None or not options.verify:
         return reason
     if not wrong:
-        raise VerificationError(f"fastdpo: {reason}")
+        raise VerificationError(f"fastdpo: {reason}", str(reason))
     since = "No weight has been changed" if call == 1 else f"This is call {call}; call {call // 2} agreed"
     raise VerificationError(
         f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in {wrong}. "
-        f"{since}. Train without fastdpo, and report this"
+        f"{since}. Train without fastdpo, and report this",
+        wrong,
     )
 
 
