@@ -302,6 +302,8 @@ def _undo(names: set[str]) -> None:
         line = _patched.pop(name).line
         if line is not None:
             line.disable()
+    if all(x.line is not None for x in _patched.values()):  # none waits for an import
+        sys.meta_path = [x for x in sys.meta_path if x is not _watcher]  # other threads may go over the old list
 
 
 def _examine_all(names: list[str], imports: Collection[str]) -> list[_Examined]:

@@ -40,8 +40,11 @@ PROGRAMS = {
         assert is_patched(KTOTrainer)
     """,
     "no longer patched": """
+        finders = [*sys.meta_path]
         fastdpo.patch()
+        assert sys.meta_path != finders
         fastdpo.unpatch()
+        assert sys.meta_path == finders
         from trl import KTOTrainer
         assert not is_patched(KTOTrainer)
     """,
