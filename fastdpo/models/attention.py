@@ -179,13 +179,13 @@ def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
 
     Args:
         layout: of the padded batch.
-        input_ids: int64 [R, L], the padded batch.
+        input_ids: int64 [R, L], the padded batch, of which the layout was made.
 
     Returns:
         `input_ids` [1, T], `position_ids` [1, T], `attention_mask` (`Layout.mask`) and `use_cache`.
     """
     return {
-        "input_ids": layout.pack(input_ids),
+        "input_ids": input_ids.reshape(-1)[layout.token_index][None],
         "position_ids": layout.position_ids[None],
         "attention_mask": layout.mask,
         "use_cache": False,
