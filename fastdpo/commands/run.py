@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ..checks import shown
+from ..checks import require_flags, shown
 from ..integrations.options import PatchOptions
 from ..integrations.registry import ENTRIES, targeted_trainers
 from ..logs import STRICT
@@ -45,6 +45,10 @@ def run(
         TypeError, ValueError: the command is empty or cannot be found, a target is unknown, or an
             option is malformed.
     """
+    is_sequence = isinstance(command, Sequence) and not isinstance(command, str)
+    if not is_sequence or not all(isinstance(word, str) for word in command):
+        raise TypeError(f"run: command must be a sequence of strings; got {shown(command)}")
+    require_flags("run", strict=strict)
     options = options.checked("run")
     trainers = targeted_trainers("run", targets)
     program = _program(command)

@@ -76,8 +76,8 @@ def test_the_end_of_a_training_has_a_line_for_each_spender(tmp_path, monkeypatch
     with fastdpo.patched(DPO):
         trained(DPO, tmp_path, gradient_checkpointing=True, max_steps=4)
     said = [x.removeprefix("fastdpo: cpu, ") for x in caplog.messages if x.startswith("fastdpo: cpu, ")]
-    texts = r"of up to \d+ tokens", r"of \d+ scored tokens", r"[12] of 2 layers in batches of up to \d+ tokens"
-    spenders = [x for x in memory.SPENDERS if x != "recordings"]  # which need a GPU
+    texts = r"of up to \d+ tokens", r"[12] of 2 layers in batches of up to \d+ tokens"
+    spenders = [x for x in memory.SPENDERS if x not in ("gradient tiles", "recordings")]  # spent on a GPU
     for line, spender, text in zip(said, spenders, texts, strict=True):
         assert re.fullmatch(rf"{spender}: [\d,]+ MiB, {text}", line)
 

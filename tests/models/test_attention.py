@@ -79,7 +79,7 @@ RULES = {
     "other tokens": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), {}, "key must be"),
     "values of other tokens": (lambda q, k, v: (q, k, v[:, :, 1:]), {}, "value must be"),
     "another head size": (lambda q, k, v: (q, k[..., 1:], v), {}, "key must be"),
-    "no window": (lambda q, k, v: (q, k, v), dict(sliding_window=0), "window must be at least 1"),
+    "no window": (lambda q, k, v: (q, k, v), dict(sliding_window=0), "window must be a positive integer"),
     "no softcap": (lambda q, k, v: (q, k, v), dict(softcap=0.0), "softcap must be positive"),
     "sinks of other heads": (lambda q, k, v: (q, k, v), dict(s_aux=torch.ones(3)), "sinks must be"),
 }
