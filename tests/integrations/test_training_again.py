@@ -193,6 +193,7 @@ def test_losses_without_gradients_are_calls(trainer_class, tmp_path, monkeypatch
         return losses(trainer)
 
     stock = run("stock")
+    fastdpo.calls.clear()
     with fastdpo.patched("trl.DPOTrainer"):
         assert run("patched") == pytest.approx(stock, rel=2e-3, abs=2e-4)
     assert {path for _, _, path in fastdpo.calls} == {"fused"}
