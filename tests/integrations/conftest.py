@@ -3,11 +3,10 @@
 import pytest
 
 from fastdpo.models import calls as counters
+from tests.support.recorded_calls import recorded_calls
 
 
 @pytest.fixture
 def computed(monkeypatch):
     """The packed tokens of every call of a model."""
-    tokens, count = [], counters.count_tokens
-    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
-    return tokens
+    return recorded_calls(monkeypatch, counters, "count_tokens", lambda result, *args: args[-1])

@@ -12,6 +12,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from tests.support.comparison import RELATIVE, approximately
+from tests.support.recorded_calls import recorded_calls
 from tests.support.trl.dpo import build, run_two_ranks, tiny_model
 
 
@@ -139,14 +140,10 @@ def test_a_subclass_with_custom_metrics(both, trainer_class):
 
 
 def test_a_loss_function_replaced_before_patching_sees_tensors(both, monkeypatch):
-    largest, original = [], DPOTrainer._compute_loss
+    def largest_of_ranks(loss, trainer, *args):
+        return trainer.accelerator.gather(loss.detach()).max().item()
 
-    def compute_loss_and_record_it(self, model, inputs, return_outputs):
-        loss = original(self, model, inputs, return_outputs)
-        largest.append(self.accelerator.gather(loss.detach()).max().item())
-        return loss
-
-    monkeypatch.setattr(DPOTrainer, "_compute_loss", compute_loss_and_record_it)
+    largest = recorded_calls(monkeypatch, DPOTrainer, "_compute_loss", largest_of_ranks)
     both()
     assert largest[3:] == approximately(largest[:3])
 

@@ -26,11 +26,22 @@ from tests.integrations.test_max_tokens_refused import BATCHES, CODE, MODELS, RE
 from tests.integrations.test_trl_budget import CLASSES, with_padding
 from tests.support.comparison import assert_same_bits, double
 from tests.support.copies import change, set_newer
+from tests.support.recorded_calls import recorded_calls
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import DPO as DPO_RECIPE
 from tests.support.trl.dpo import WORDS, adapter, long_pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
-from tests.support.workers.budgets import DPO, GROUPS, KTO, REWARD, TRAINERS, assert_cut_alike, compared, trained
+from tests.support.workers.budgets import (
+    DPO,
+    GROUPS,
+    KTO,
+    REWARD,
+    TRAINERS,
+    assert_cut_alike,
+    compared,
+    trained,
+    with_and_without,
+)
 
 
 def kept(caplog) -> list[str]:
@@ -71,30 +82,21 @@ def test_what_would_see_other_batches_keeps_them(tmp_path, caplog, case):
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_empty_mask_keeps_the_batches(tmp_path, caplog, trainer):
     masked = with_padding(CLASSES[trainer], lambda ids, mask: torch.arange(len(ids))[:, None] != 1)
-    runs = {}
-    for max_tokens in (None, "own"):
-        with fastdpo.patched(trainer, max_tokens=max_tokens):
-            runs[max_tokens] = trained(tmp_path / str(max_tokens), trainer, trainer_class=masked)
-    assert_cut_alike(trainer, *runs.values())
+    assert_cut_alike(trainer, *with_and_without(tmp_path, trainer, "own", trainer_class=masked))
     assert kept(caplog) == ["rows whose attention mask is 0"]
 
 
 @pytest.mark.parametrize("parts", [dict(lora_dropout=0.3), dict(attention_dropout=0.3)])
 def test_with_dropout_random_numbers_are_those_of_the_batches(tmp_path, caplog, parts):
     given = adapter(**parts) if "lora_dropout" in parts else dict(tiny=parts)
-    runs = {}
-    for max_tokens in (None, "own"):
-        with fastdpo.patched(DPO, max_tokens=max_tokens):
-            runs[max_tokens] = trained(tmp_path / str(max_tokens), DPO, disable_dropout=False, **given)
-    assert_same_bits(*runs.values())
+    assert_same_bits(*with_and_without(tmp_path, DPO, "own", disable_dropout=False, **given))
     assert len(kept(caplog)) == 1
 
 
 @pytest.mark.parametrize(("options", "packed"), [({}, False), (adapter(lora_dropout=0.3), True)])
 def test_batches_that_are_kept_come_with_their_layouts(tmp_path, monkeypatch, options, packed):
     """Those of a step that is cut are packed after it was."""
-    made, stock = [], line.packing_batches
-    monkeypatch.setattr(line, "packing_batches", lambda *args: (made.append(args), stock(*args))[1])
+    made = recorded_calls(monkeypatch, line, "packing_batches")
     with fastdpo.patched(DPO):
         trained(tmp_path, DPO, disable_dropout=False, **options)
     assert bool(made) == packed
@@ -239,19 +241,18 @@ def test_what_runs_out_of_memory_in_the_batches_of_trl_is_an_error(tmp_path, mon
 
 
 def test_no_micro_batch_has_more_tokens_than_the_largest_padded_batch_so_far(tmp_path, monkeypatch):
-    stock, count = Budget.padded_tokens, counters.count_tokens
-    padded, packed, of_calls = [], [], []
+    packed = []
 
-    def padded_tokens(self, batch):
-        padded.append(batch["input_ids"].numel())
+    def padded_tokens(found, budget, batch):
         packed.append(int(batch["attention_mask"].sum()))
-        assert stock(self, batch) == padded[-1]
-        return padded[-1]
+        assert found == batch["input_ids"].numel()
+        return found
 
-    monkeypatch.setattr(Budget, "padded_tokens", padded_tokens)
-    monkeypatch.setattr(
-        counters, "count_tokens", lambda *args: (of_calls.append((args[-1], max(padded or [10**9]))), count(*args))
-    )
+    def of_call(result, *args):
+        return args[-1], max(padded or [10**9])
+
+    padded = recorded_calls(monkeypatch, Budget, "padded_tokens", padded_tokens)
+    of_calls = recorded_calls(monkeypatch, counters, "count_tokens", of_call)
     with fastdpo.patched(DPO):
         train(tmp_path, tiny_model(), tiny_model(seed=1), **ACCUMULATED)
     assert all(tokens <= largest for tokens, largest in of_calls)

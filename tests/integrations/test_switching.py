@@ -12,6 +12,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from trl.trainer import dpo_trainer
 
 import fastdpo
+from tests.support.recorded_calls import recorded_calls
 from tests.support.trl.dpo import LORA, tiny_model, trained_adapter
 
 
@@ -33,9 +34,7 @@ STATES = {"enabled": lambda layers: None, "disabled": disable, "irregular": lamb
 
 @pytest.mark.parametrize("state", STATES)
 def test_no_layer_is_described(state, monkeypatch):
-    described = []
-    original = peft_model.get_layer_status
-    monkeypatch.setattr(peft_model, "get_layer_status", lambda model: described.append(model) or original(model))
+    described = recorded_calls(monkeypatch, peft_model, "get_layer_status")
 
     def run(prepares):
         model = trained_adapter(tiny_model())
@@ -72,8 +71,7 @@ def test_no_layer_is_described(state, monkeypatch):
 def test_no_module_is_looked_for(monkeypatch):
     """But layers that are new as well are found, and PEFT's own function runs if it is not the tested one."""
     model = trained_adapter(tiny_model())
-    visited, original = [], torch.nn.Module.modules
-    monkeypatch.setattr(torch.nn.Module, "modules", lambda self, *args: visited.append(self) or original(self, *args))
+    visited = recorded_calls(monkeypatch, torch.nn.Module, "modules", lambda result, module, *args: module)
 
     def disabled():
         visited.clear()
@@ -135,8 +133,7 @@ ADAPTERS = {  # and which of PEFT's walks over the layers are saved
 def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
     """Also after changes, but in a model that is as it was without a walk over the modules of each layer."""
     config, saved = ADAPTERS[kind]
-    walked, original = [], tuners_utils._set_layer_requires_grad
-    monkeypatch.setattr(tuners_utils, original.__name__, lambda *args: walked.append(args) or original(*args))
+    walked = recorded_calls(monkeypatch, tuners_utils, "_set_layer_requires_grad")
 
     def run(prepares):
         model = get_peft_model(tiny_model(), copy.deepcopy(config))

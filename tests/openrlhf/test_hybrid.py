@@ -6,6 +6,7 @@ from openrlhf_runs import Strategy, assert_same, checkpoint, train
 import fastdpo
 from fastdpo.models.mixers.segments import Segments
 from tests.support.comparison import double
+from tests.support.recorded_calls import recorded_calls
 
 KINDS = {
     "qwen3_5_text": dict(
@@ -24,8 +25,7 @@ KINDS = {
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrid(tmp_path, monkeypatch, kind, packing):
-    found, stock_sequences = [], Segments.sequences
-    monkeypatch.setattr(Segments, "sequences", lambda *args: found.append(stock_sequences(*args)) or found[-1])
+    found = recorded_calls(monkeypatch, Segments, "sequences")
     paths = [checkpoint(tmp_path, kind, seed, **KINDS[kind]) for seed in range(2)]
     # With packing_samples, OpenRLHF's recurrences and convolutions go on from one row to the next.
     stock = train(*paths, Strategy())

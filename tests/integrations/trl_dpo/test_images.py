@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.device_layout import rows_of
 from tests.support.comparison import assert_trained_alike
 from tests.support.models.multimodal import tiny_multimodal
+from tests.support.recorded_calls import recorded_calls
+from tests.support.trl.collators import Editing
 from tests.support.trl.dpo import adapter, assert_fused, assert_same_bits
 from tests.support.trl.vision import FAMILIES, train_vision_both
 
@@ -29,27 +30,12 @@ def both(tmp_path):
 @pytest.fixture
 def shared(monkeypatch):
     """Whether the images of each packed batch were run once."""
-    stock, recorded = images.pack, []
-
-    def pack(*args):
-        packed = stock(*args)
-        recorded.append(packed.shares_images)
-        return packed
-
-    monkeypatch.setattr(images, "pack", pack)
-    return recorded
+    return recorded_calls(monkeypatch, images, "pack", lambda packed, *args: packed.shares_images)
 
 
 @dataclass
-class Edited(DataCollatorForVisionPreference):
+class Edited(Editing, DataCollatorForVisionPreference):
     """TRL's collator, with `edit` applied to its batches."""
-
-    edit: Callable | None = None
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super().torch_call(examples)
-        self.edit(batch)
-        return batch
 
 
 def edited(name: str, edit: Callable) -> Edited:
@@ -90,15 +76,11 @@ ISLANDS = [name for name, family in FAMILIES.items() if family.islands]
 @pytest.mark.parametrize("name", ISLANDS)
 def test_images_that_attend_in_both_directions(both, monkeypatch, name, implementation):
     """The masks of types of layers that have islands, and those that have none."""
-    stock_masks, found = images.attention_masks, []
 
-    def attention_masks(*args):
-        masks = stock_masks(*args)
-        tokens = {kind: int(mask[0, 0, -1, 2:].sum()) for kind, mask in masks.items()}
-        found.append({kind: rows_of(mask, tokens[kind]).ahead is not None for kind, mask in masks.items()})
-        return masks
+    def have_islands(masks, *args):
+        return {kind: rows_of(x, int(x[0, 0, -1, 2:].sum())).ahead is not None for kind, x in masks.items()}
 
-    monkeypatch.setattr(images, "attention_masks", attention_masks)
+    found = recorded_calls(monkeypatch, images, "attention_masks", have_islands)
     assert_trained_alike(both(name, prepare=lambda model: with_attention(model, implementation)), policy=2, reference=2)
     in_all = FAMILIES[name].islands == "all layers"
     assert found == [{"full_attention": in_all, "sliding_attention": True}] * 4

@@ -13,6 +13,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from tests.support.comparison import assert_trained_alike
+from tests.support.trl.collators import Editing
 from tests.support.trl.dpo import WORDS, assert_fused, pairs, tiny_model, train
 
 FILL = {"input_ids": 0, "attention_mask": 0, "completion_mask": 0}
@@ -39,15 +40,8 @@ class Padded(DataCollatorForPreference):
 
 
 @dataclass
-class Edited(DataCollatorForPreference):
+class Edited(Editing, DataCollatorForPreference):
     """TRL's collator, with `edit` applied to its batches."""
-
-    edit: Any = None
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super().torch_call(examples)
-        self.edit(batch)
-        return batch
 
 
 @pytest.mark.parametrize(

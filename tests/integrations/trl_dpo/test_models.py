@@ -12,6 +12,7 @@ from trl.trainer import dpo_trainer
 
 import fastdpo
 from tests.support.comparison import assert_same_in_low_precision, assert_trained_alike
+from tests.support.recorded_calls import recorded_calls
 from tests.support.trl.dpo import LORA, Run, adapter, assert_fused, build, tiny_model, train, trained_adapter
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -103,16 +104,9 @@ def test_models_that_were_compiled_before(both, options):
     assert graphs
 
 
-def visits(monkeypatch, name):
-    """The modules for which a function of `nn.Module` that looks at others is called."""
-    visited, original = [], getattr(torch.nn.Module, name)
-    monkeypatch.setattr(torch.nn.Module, name, lambda self, *args: visited.append(self) or original(self, *args))
-    return visited
-
-
 @pytest.mark.parametrize("adapter", [False, True])
 def test_modes_that_are_set_are_not_set_again(adapter, tmp_path, monkeypatch):
-    visited = visits(monkeypatch, "children")
+    visited = recorded_calls(monkeypatch, torch.nn.Module, "children", lambda result, module: module)
     with fastdpo.patched("trl.DPOTrainer"):
         policy = trained_adapter(tiny_model()) if adapter else tiny_model()
         trainer = build(tmp_path, policy, None if adapter else tiny_model(seed=1))

@@ -17,7 +17,8 @@ import fastdpo
 from fastdpo import ref_logps
 from tests.support.comparison import RELATIVE, approximately, assert_close
 from tests.support.models.families import tiny_family
-from tests.support.trl.dpo import config, dataset, pairs, tiny_model, tokenizer
+from tests.support.recorded_calls import recorded_calls
+from tests.support.trl.dpo import DPO, dataset, pairs, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +33,10 @@ def data(tmp_path):
     return dataset(16, tmp_path / "data")
 
 
-def trainer_on(data, directory, *, kind=DPOTrainer, model=None, reference=True, peft_config=None, **options):
+def trainer_on(data, directory, *, kind=DPOTrainer, reference=None, **options):
     """Returns a trainer and the number of reference calls during its creation."""
-    before = Counter(fastdpo.calls)
-    trainer = kind(
-        model=tiny_model(seed=0) if model is None else model,
-        ref_model=tiny_model(seed=1) if reference is True else reference,
-        args=config(directory, precompute_ref_log_probs=True, **options),
-        train_dataset=data,
-        processing_class=tokenizer(),
-        peft_config=peft_config,
-    )
+    before, models = Counter(fastdpo.calls), (tiny_model(), reference or tiny_model(seed=1))
+    trainer = DPO.build(directory, *models, data=data, trainer_class=kind, precompute_ref_log_probs=True, **options)
     return trainer, (fastdpo.calls - before).total()
 
 
@@ -88,13 +82,8 @@ def test_a_second_trainer_and_training_do_not_run_the_reference(data, tmp_path):
 
 
 def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
-    compute, widths = DPOTrainer.compute_ref_log_probs, []
-
-    def watched(self, model, inputs):
-        widths.append(inputs["input_ids"].shape[1])
-        return compute(self, model, inputs)
-
-    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", watched)
+    width = lambda result, trainer, model, inputs: inputs["input_ids"].shape[1]  # noqa: E731
+    widths = recorded_calls(monkeypatch, DPOTrainer, "compute_ref_log_probs", width)
     with fastdpo.patched():
         trainer_on(data, tmp_path, precompute_ref_batch_size=2)
     assert len(widths) == 8

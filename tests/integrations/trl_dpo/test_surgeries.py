@@ -15,6 +15,7 @@ import fastdpo
 from fastdpo.models.examine import probe
 from tests.support.models import surgeries
 from tests.support.models.surgeries import SURGERIES
+from tests.support.recorded_calls import recorded_calls
 from tests.support.trl.dpo import LORA, assert_same, pairs, tiny_model, train
 
 STEPS = 4
@@ -128,9 +129,8 @@ def test_a_model_that_changes_and_changes_back(trained, adapter):
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_model_whose_checkpointing_is_toggled_is_probed_once_in_each_mode(tmp_path, monkeypatch, adapter):
     """TRL disables and enables gradient checkpointing in each step, and adds a hook each time."""
-    probed, stock_probe = [], probe.probe
     # With checkpointing, the calls of a model do not tell a probe from a batch: count probes.
-    monkeypatch.setattr(probe, "probe", lambda model, *rest: probed.append(model) or stock_probe(model, *rest))
+    probed = recorded_calls(monkeypatch, probe, "probe")
     with fastdpo.patched("trl.DPOTrainer"):
         epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")
         train(tmp_path, tiny_model(), gradient_checkpointing=True, **epochs, **sides(adapter))

@@ -32,6 +32,7 @@ from tests.support.comparison import assert_fused as assert_fused  # for the tes
 from tests.support.comparison import assert_same as assert_same
 from tests.support.comparison import assert_same_bits as assert_same_bits
 from tests.support.comparison import double, tiny
+from tests.support.recorded_calls import recorded_calls
 from tests.support.words import word_tokenizer
 from tests.support.workers.processes import run_ranks
 
@@ -318,26 +319,12 @@ def mean_logit(prediction) -> dict[str, float]:
 
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """A list to which the layout of each following call is appended."""
-    stock, recorded = batch.layout_of, []
-
-    def layout_of(*args, **options):
-        recorded.append(stock(*args, **options))
-        return recorded[-1]
-
-    monkeypatch.setattr(batch, "layout_of", layout_of)
-    return recorded
+    return recorded_calls(monkeypatch, batch, "layout_of")
 
 
 def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which the number of rows is appended whenever a batch is packed in this process."""
-    stock, recorded = packing.make_layout, []
-
-    def make_layout(*args, **options):
-        recorded.append(len(args[0]))
-        return stock(*args, **options)
-
-    monkeypatch.setattr(packing, "make_layout", make_layout)
-    return recorded
+    return recorded_calls(monkeypatch, packing, "make_layout", lambda layout, ids, *args: len(ids))
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:

@@ -96,12 +96,12 @@ def assert_cut_alike(trainer: str, stock: Run, patched: Run) -> None:
     return assert_same(stock, patched)
 
 
-def with_and_without(directory: Path, trainer: str) -> list[Run]:
+def with_and_without(directory: Path, trainer: str, max_tokens: int | str, **options) -> list[Run]:
     """Patched trainings without `max_tokens` and with it."""
     runs = []
-    for max_tokens in (None, MAX_TOKENS[trainer]):
-        with fastdpo.patched(trainer, max_tokens=max_tokens):
-            runs.append(trained(directory / str(max_tokens), trainer, evaluate=4))
+    for number in (None, max_tokens):
+        with fastdpo.patched(trainer, max_tokens=number):
+            runs.append(trained(directory / str(number), trainer, **options))
     return runs
 
 

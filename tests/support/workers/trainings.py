@@ -68,7 +68,10 @@ def main(directory: Path, *trainers: str) -> None:
     save(directory / "images.pt", vision.patched_run(directory / "images"))
     save(directory / "online.pt", *train_three(directory / "online"))
     for trainer in budgets.TRAINERS:
-        save(directory / f"{trainer} cut.pt", *budgets.with_and_without(directory / f"{trainer} cut", trainer))
+        save(
+            directory / f"{trainer} cut.pt",
+            *budgets.with_and_without(directory / f"{trainer} cut", trainer, budgets.MAX_TOKENS[trainer], evaluate=4),
+        )
 
 
 if __name__ == "__main__":
