@@ -9,7 +9,6 @@ import faulthandler
 import functools
 import gc
 import importlib.metadata
-import logging
 import os
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import fastdpo
+from tests.support.recorded_messages import recorded_messages
 from tests.support.trl.dpo import Run, adapter, record, train
 from tests.support.trl.groups import build_group
 from tests.support.trl.kto import train_kto
@@ -178,17 +178,6 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         dist.barrier()
         weights = {name: whole(x) for name, x in named.items()}
     return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages}
-
-
-def recorded_messages() -> list[str]:
-    """A list of the messages that fastdpo logs from now until the next call."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("fastdpo")
-    logger.setLevel(logging.INFO)
-    logger.handlers = [handler]
-    return messages
 
 
 def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:

@@ -57,11 +57,9 @@ def train_copy(trainer: str, copy: Path) -> None:
     sys.path.insert(0, str(copy))
     import fastdpo
     from fastdpo.integrations.patching import examine
+    from tests.support.recorded_messages import recorded_messages
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("fastdpo").addHandler(handler)
+    messages = recorded_messages()
 
     def run(name: str) -> dict:
         record = TRAIN[trainer](copy / name)

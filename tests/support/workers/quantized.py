@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from fastdpo.models import attention
 from fastdpo.models.examine import probe
 from tests.support.comparison import differences_of_gradients, largest
 from tests.support.models.trained_effects import position_in_training
+from tests.support.recorded_messages import recorded_messages
 from tests.support.trl.dpo import Run, adapter, tiny_model, tokenizer, train, trained_adapter
 
 CPU = torch.device("cpu")
@@ -110,10 +110,7 @@ def hooked(**options: Any) -> DPOTrainer:
 
 def outcome(train_once: Callable[[str], Run]) -> dict[str, Any]:
     """What a training, stock and patched, gives: calls, the difference of the first gradients, and messages."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("fastdpo").handlers = [handler]
+    messages = recorded_messages()
     stock = train_once("stock")
     with fastdpo.patched("trl.DPOTrainer"):
         patched = train_once("patched")
