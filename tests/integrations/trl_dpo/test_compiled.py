@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from datasets import Dataset
 from transformers import TrainerCallback
 from trl import DPOTrainer
 
@@ -24,14 +23,12 @@ from tests.support.comparison import (
 from tests.support.models.families import HYBRID, tiny_family
 from tests.support.models.watching import change
 from tests.support.trl.dpo import (
+    DPO,
     adapter,
     assert_fused,
     assert_same,
-    config,
-    dataset,
     long_pairs,
     tiny_model,
-    tokenizer,
     train,
 )
 from tests.support.trl.vision import train_vision_both
@@ -85,16 +82,9 @@ def test_graphs_of_50_batches(tmp_path, caplog, lora, number):
     options |= dict(max_steps=50, save_strategy="steps", save_steps=30, learning_rate=1e-4)
 
     def trainer(stop: int) -> DPOTrainer:
-        adapters = dict(peft_config=adapter()["peft_config"]) if lora else dict(ref_model=tiny_model(seed=1).eval())
-        return DPOTrainer(
-            model=tiny_model(),
-            args=config(tmp_path, **options | dict(max_steps=stop)),
-            train_dataset=Dataset.from_list(long_pairs(tuple(LENGTHS))),
-            eval_dataset=dataset(6, tmp_path / "eval"),
-            processing_class=tokenizer(),
-            callbacks=[generating],
-            **adapters,
-        )
+        adapters = dict(peft_config=adapter()["peft_config"]) if lora else dict(reference=tiny_model(seed=1).eval())
+        given = options | adapters | dict(max_steps=stop, callbacks=[generating])
+        return DPO.build(tmp_path, tiny_model(), data=long_pairs(tuple(LENGTHS)), evaluate=6, **given)
 
     generating = Generate()
     with caplog.at_level(logging.INFO, "fastdpo"), fastdpo.patched("trl.DPOTrainer", compile=True):

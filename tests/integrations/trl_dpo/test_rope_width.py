@@ -29,24 +29,18 @@ STEPS = dict(data=BOTH, max_steps=-1, num_train_epochs=3, per_device_train_batch
 both_sides = pytest.mark.parametrize("name", LIMITS)
 
 
-def models(name: str, cast=lambda model: model) -> dict:
-    return dict(model=cast(tiny_family(name)), reference=cast(tiny_family(name, seed=1)))
+@pytest.fixture
+def against_stock(both):
+    """A function that trains a family stock and patched, asserts that both are the same training, and returns the
+    patched one.
+    """
 
+    def train_both(name: str, **options):
+        stock, patched = both(name, build=tiny_family, **STEPS | options)
+        assert_same(stock, patched)
+        return patched
 
-def patched(directory, name: str, patch: dict, **options):
-    with fastdpo.patched("trl.DPOTrainer", **patch):
-        return train(directory, **models(name), **STEPS | options)
-
-
-def against_stock(directory, name: str, patch: dict, **options):
-    """Trains stock and patched, asserts that both are the same training, and returns the patched one."""
-    stock = train(directory / "stock", **models(name), **STEPS | options)
-    stock.in_float64 = lambda: train(
-        directory / "float64", **models(name, lambda model: model.double()), **STEPS | options
-    )
-    found = patched(directory / "patched", name, patch, **options)
-    assert_same(stock, found)
-    return found
+    return train_both
 
 
 @both_sides
@@ -75,30 +69,27 @@ PADDED = dict(max_length=12, pad_to_multiple_of=24)
 @pytest.mark.parametrize(("options", "width"), [({}, "[0-9]+"), (PADDED, "24")], ids=["rows", "collator"])
 def test_max_tokens_is_refused(tmp_path, name, options, width):
     message = rf"^patch: max_tokens does not support batches of up to {width} tokens.*more than {LIMITS[name]} tokens"
-    with pytest.raises(NotImplementedError, match=message):
-        patched(tmp_path, name, dict(max_tokens=60), **options)
+    with fastdpo.patched("trl.DPOTrainer", max_tokens=60), pytest.raises(NotImplementedError, match=message):
+        train(tmp_path, *(tiny_family(name, seed) for seed in range(2)), **STEPS | options)
 
 
 @both_sides
-def test_max_tokens_of_short_rows(tmp_path, name):
-    options = dict(max_length=12, max_steps=3, per_device_train_batch_size=8)
-    run = against_stock(tmp_path, name, dict(max_tokens=60), **options)
+def test_max_tokens_of_short_rows(against_stock, name):
+    run = against_stock(name, max_tokens=60, max_length=12, max_steps=3, per_device_train_batch_size=8)
     assert run.calls["policy", "fused"] > 3
 
 
 @both_sides
 @pytest.mark.parametrize("batch_size", [2, 3])
-def test_trls_own_pass_precomputes(tmp_path, caplog, name, batch_size):
-    options = dict(precompute_ref_log_probs=True, precompute_ref_batch_size=batch_size, max_steps=4)
-    run = against_stock(tmp_path, name, {}, **options)
+def test_trls_own_pass_precomputes(against_stock, caplog, name, batch_size):
+    run = against_stock(name, precompute_ref_log_probs=True, precompute_ref_batch_size=batch_size, max_steps=4)
     assert run.calls == {("policy", "fused"): 4, ("reference", "fused"): -(-16 // batch_size)}
     assert "TRL's own pass precomputes the reference log-probabilities, rotary embeddings depend" in caplog.text
 
 
 @both_sides
-def test_narrow_batches_are_precomputed(tmp_path, caplog, name):
-    options = dict(precompute_ref_log_probs=True, max_length=12, max_steps=4)
-    run = against_stock(tmp_path, name, {}, **options)
+def test_narrow_batches_are_precomputed(against_stock, caplog, name):
+    run = against_stock(name, precompute_ref_log_probs=True, max_length=12, max_steps=4)
     assert run.calls == {("policy", "fused"): 4, ("reference", "fused"): 1}
     assert "own pass" not in caplog.text
 

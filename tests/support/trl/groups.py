@@ -18,9 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-import fastdpo
-from tests.support.comparison import double
-from tests.support.trl.dpo import OPTIONS, Run, assert_same, pairs, record, tokenizer
+from tests.support.trl.dpo import OPTIONS, Run, assert_same, pairs, record, tokenizer, train_both
 from tests.support.trl.online import writer
 
 NAMES = {GRPOTrainer: "trl.GRPOTrainer", RLOOTrainer: "trl.RLOOTrainer"}
@@ -171,15 +169,14 @@ def train_both_groups(
     `prepare` is applied to the policy before a trainer is created with it.
     """
 
-    def once(name: str, cast: Callable = lambda model: model) -> GroupRun:
-        policy, other = (cast(writer(seed, kind, **(tiny or {}))) for seed in range(2))
-        other = other if reference else None
-        return train_group(directory / name, prepare(policy), trainer_class, reference=other, **options)
+    def build(kind: str, seed: int, **config) -> PreTrainedModel:
+        return writer(seed, kind, **config)
 
-    stock = once("stock")
-    stock.in_float64 = functools.partial(once, "float64", double)
-    with fastdpo.patched(*(name for kind, name in NAMES.items() if issubclass(trainer_class, kind))):
-        return [stock, once("patched")]
+    def train(directory: Path, model: PreTrainedModel, reference: PreTrainedModel | None, **options) -> GroupRun:
+        return train_group(directory, prepare(model), trainer_class, reference=reference, **options)
+
+    name = next(name for kind, name in NAMES.items() if issubclass(trainer_class, kind))
+    return train_both(directory, kind, tiny, reference, trainer=name, train=train, build=build, **options)
 
 
 def assert_same_groups(stock: GroupRun, patched: GroupRun) -> None:

@@ -6,7 +6,8 @@ import functools
 
 from trl import KTOConfig, KTOTrainer
 
-from tests.support.trl.dpo import Recipe, pairs, train_both
+from tests.support.trl import sft
+from tests.support.trl.dpo import Recipe, train_both
 
 
 def rows(n: int, seed: int = 0) -> list[dict]:
@@ -14,14 +15,7 @@ def rows(n: int, seed: int = 0) -> list[dict]:
 
     All completions of rows 4 to 7 are desirable, and all of rows 8 to 11 undesirable.
     """
-    unpaired = [
-        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
-        for pair in pairs((n + 1) // 2, seed)
-        for name in ("chosen", "rejected")
-    ]
-    for i, row in enumerate(unpaired):
-        row["label"] = {1: True, 2: False}.get(i // 4, row["label"])
-    return unpaired[:n]
+    return [{**row, "label": {1: True, 2: False}.get(i // 4, i % 2 == 0)} for i, row in enumerate(sft.rows(n, seed))]
 
 
 KTO = Recipe(KTOTrainer, KTOConfig, rows)

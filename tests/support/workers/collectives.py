@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import TrainerCallback
-from trl import DPOTrainer
 
 import fastdpo
-from tests.support.trl.dpo import config, dataset, numbers, tiny_model, tokenizer
+from tests.support.trl.dpo import DPO, numbers, pairs, tiny_model
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
@@ -41,22 +40,10 @@ def train_rank(directory: Path, kind: str) -> None:
         Accelerator.gather_for_metrics = Accelerator.gather
     elif kind != "stock":
         fastdpo.patch("trl.DPOTrainer")
-    trainer = DPOTrainer(
-        model=tiny_model(seed=0),
-        ref_model=tiny_model(seed=1),
-        args=config(
-            directory / f"out{rank}",
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            max_steps=-1,
-            num_train_epochs=3,
-            logging_steps=2,
-        ),
-        train_dataset=dataset(8, directory / f"data{rank}"),
-        eval_dataset=dataset(5, directory / f"eval{rank}", seed=1),
-        processing_class=tokenizer(),
-        callbacks=[Steps()],
-    )
+    sizes = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=-1, num_train_epochs=3)
+    models = tiny_model(seed=0), tiny_model(seed=1)
+    options = dict(data=pairs(8), evaluate=5, logging_steps=2, callbacks=[Steps()])
+    trainer = DPO.build(directory / f"out{rank}", *models, **sizes, **options)
     trainer.train()
     counts.append(0)
     trainer.evaluate()
