@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -309,23 +309,16 @@ def test_models_that_share_a_configuration_in_threads():
         sums = scored(model)
         return [sums, *gradients(model, sums)]
 
-    expected, errors = [work(model) for model in models], []
+    expected = [work(model) for model in models]
     fused = fastdpo.calls["fastdpo.score", "policy", "fused"]
 
     def repeat(model, expected):
-        try:
-            for _ in range(15):
-                for x, y in zip(work(model), expected, strict=True):
-                    assert torch.equal(x, y)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(15):
+            for x, y in zip(work(model), expected, strict=True):
+                assert torch.equal(x, y)
 
-    threads = [threading.Thread(target=repeat, args=pair) for pair in zip(models, expected, strict=True)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not errors
+    with ThreadPoolExecutor(len(models)) as threads:
+        list(threads.map(repeat, models, expected))
     assert fastdpo.calls["fastdpo.score", "policy", "fused"] == fused + 30
     assert models[0].config._attn_implementation == "sdpa"
 

@@ -5,6 +5,7 @@ import inspect
 import logging
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import MethodType
 
@@ -77,32 +78,33 @@ def test_patched_block(monkeypatch):
     assert seams() == stock
 
 
-def test_other_threads_can_create_tuples_during_patching():
-    """Python raises SystemError in a thread whose unfinished tuple another thread holds."""
-    errors, patched = [], threading.Event()
-
-    def build_tuples():
-        try:
-            while not patched.is_set():
-                tuple(i for i in range(100))
-        except SystemError as error:
-            errors.append(error)
-
+@pytest.fixture
+def threads():
+    """Two threads, between which Python switches often."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+    sys.setswitchinterval(interval)
+
+
+def test_other_threads_can_create_tuples_during_patching(threads):
+    """Python raises SystemError in a thread whose unfinished tuple another thread holds."""
+    patched = threading.Event()
+
+    def build_tuples():
+        while not patched.is_set():
+            tuple(i for i in range(100))
+
+    built = [threads.submit(build_tuples) for _ in range(2)]
     try:
-        threads = [threading.Thread(target=build_tuples) for _ in range(2)]
-        for thread in threads:
-            thread.start()
         for _ in range(3):
             fastdpo.patch()
             fastdpo.unpatch()
     finally:
-        sys.setswitchinterval(interval)
         patched.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
+    for each in built:
+        each.result()
 
 
 def test_unpatch_keeps_wrappers_added_by_other_code(tmp_path):
@@ -220,30 +222,16 @@ AT_ONCE = {  # what two threads call, and then one
 
 
 @pytest.mark.parametrize("case", AT_ONCE)
-def test_threads_patch_and_unpatch_at_once(case):
-    stock, (*functions, last), errors = seams(), AT_ONCE[case], []
+def test_threads_patch_and_unpatch_at_once(case, threads):
+    stock, (*functions, last), barrier = seams(), AT_ONCE[case], threading.Barrier(2)
 
-    def run(function, barrier):
+    def run(function):
         barrier.wait()
-        try:
-            function()
-        except Exception as error:
-            errors.append(error)
+        function()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(20):
-            if case != "patch":
-                fastdpo.patch()
-            barrier = threading.Barrier(2)
-            threads = [threading.Thread(target=run, args=(function, barrier)) for function in functions]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            last()
-            assert not errors
-            assert seams() == stock
-    finally:
-        sys.setswitchinterval(interval)
+    for _ in range(20):
+        if case != "patch":
+            fastdpo.patch()
+        list(threads.map(run, functions))
+        last()
+        assert seams() == stock
