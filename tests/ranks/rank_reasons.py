@@ -7,6 +7,7 @@ trained.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,89 +20,55 @@ from transformers import PreTrainedModel
 from tests.support.models.watching import change, watch
 
 Arguments = tuple[tuple, dict[str, Any]]
+POSITIONAL = "positional-arguments"
 
 
-def positional(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (ids,), kwargs
-
-
-def without_mask(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
-    """Rows are padded on the right, so no token that is scored sees padding."""
-    return (), dict(kwargs, input_ids=ids)
-
-
-def without_hidden_states(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (), dict(kwargs, input_ids=ids, output_hidden_states=0)
-
-
-def positions_from_one(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
+def positions_from_one(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     """Rotary embeddings see differences of positions only."""
-    return (), dict(kwargs, input_ids=ids, position_ids=torch.arange(1, ids.shape[1] + 1)[None])
+    return dict(position_ids=torch.arange(1, ids.shape[1] + 1)[None])
 
 
-def whole_mask(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
+def whole_mask(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    return (), dict(kwargs, input_ids=ids, attention_mask=causal & (attention_mask[:, None, None] != 0))
+    return dict(attention_mask=causal & (mask[:, None, None] != 0))
 
 
-def types_of_tokens(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (), dict(kwargs, input_ids=ids, mm_token_type_ids=torch.zeros_like(ids))
-
-
-def hole(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (), dict(kwargs, input_ids=ids, attention_mask=attention_mask.index_fill(1, torch.tensor(1), 0))
-
-
-def labels_at_padding(
-    model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
-) -> Arguments:
+def labels_at_padding(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     """The mask ends two tokens before the rows, which are padded on the right."""
-    from_the_end = attention_mask.flip(1).cumsum(1).flip(1)
-    return (), dict(kwargs, input_ids=ids, attention_mask=attention_mask * (from_the_end > 2))
+    return dict(attention_mask=mask * (mask.flip(1).cumsum(1).flip(1) > 2))
 
 
-def nothing_real(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
-    labels = torch.full_like(kwargs.pop("labels"), -100)
-    return (), dict(kwargs, input_ids=ids, attention_mask=torch.zeros_like(attention_mask), labels=labels)
-
-
-OF_CALLS: dict[str, Callable[..., Arguments]] = {
-    "positional-arguments": positional,
-    "no-input-ids": without_mask,
-    "unsupported-argument": without_hidden_states,
+OF_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
+    POSITIONAL: lambda ids, mask: {},
+    "no-input-ids": lambda ids, mask: dict(attention_mask=None),  # rows are padded on the right, which none sees
+    "unsupported-argument": lambda ids, mask: dict(output_hidden_states=0),
     "positions": positions_from_one,
     "batch-form": whole_mask,
-    "text-model": types_of_tokens,
-    "mask-holes": hole,
+    "text-model": lambda ids, mask: dict(mm_token_type_ids=torch.zeros_like(ids)),
+    "mask-holes": lambda ids, mask: dict(attention_mask=mask.index_fill(1, torch.tensor(1), 0)),
     "label-at-padding": labels_at_padding,
-    "no-tokens": nothing_real,
+    "no-tokens": lambda ids, mask: dict(attention_mask=torch.zeros_like(mask), labels=torch.full_like(ids, -100)),
 }
-"""By the name of the reason, the change of a call's arguments."""
+"""By the name of the reason, what replaces arguments of a call, from its ids and its mask [R, L]."""
 
 
 def change_each_call(model: PreTrainedModel) -> None:
     """Gives each call of a model another reason, in the order of `OF_CALLS`."""
-    changes = list(OF_CALLS.values())
-    calls = 0
+    reasons = itertools.cycle(OF_CALLS)
 
     def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        nonlocal calls
-        calls += 1
-        kwargs = dict(kwargs)
-        return changes[(calls - 1) % len(changes)](model, kwargs.pop("input_ids"), **kwargs)
+        reason = next(reasons)
+        given = kwargs | OF_CALLS[reason](kwargs["input_ids"], kwargs["attention_mask"])
+        return ((given.pop("input_ids"),) if reason == POSITIONAL else ()), given
 
     model.register_forward_pre_hook(change, with_kwargs=True)
 
 
-def types_of_one_row(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    """All rows have the same types of tokens, which are given once."""
-    return (), dict(kwargs, input_ids=ids, mm_token_type_ids=torch.zeros_like(ids[:1]))
-
-
 def change_types(model: PreTrainedModel) -> None:
+    """All rows have the same types of tokens, which are given once."""
+
     def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        kwargs = dict(kwargs)
-        return types_of_one_row(model, kwargs.pop("input_ids"), **kwargs)
+        return args, dict(kwargs, mm_token_type_ids=torch.zeros_like(kwargs["input_ids"][:1]))
 
     model.register_forward_pre_hook(change, with_kwargs=True)
 

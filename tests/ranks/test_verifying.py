@@ -1,28 +1,22 @@
-"""`patch(verify=True)` on several ranks: each verifies its own batch."""
+"""`patch(verify=True)` on several ranks: each verifies its own batch, with the others where they share a model."""
 
 import re
+from itertools import product
 
 import pytest
 from rank_comparison import assert_calls, assert_trained_alike
 
+WITH_GRADIENTS = {"ddp": 1, "zero2": 1, "fsdp2": 0, "zero3": 0}
+"""By engine, the calls whose gradients are verified: none where ranks share a model, whose gradients it reduces."""
 
-@pytest.mark.parametrize("case", ["ddp verified", "zero2 verified"])
-def test_each_rank_verifies_its_batch(case, ranks, number_of_ranks):
+
+@pytest.mark.parametrize(("engine", "what"), product(WITH_GRADIENTS, ["verified"]))
+def test_each_rank_verifies_its_batch(engine, ranks, number_of_ranks):
     for run in assert_trained_alike(ranks):
         assert_calls(run, batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
         verified = [x for x in run["messages"] if ": verified; differs in log-probabilities by" in x]
         assert len(verified) == 3  # policy, reference and evaluation
-        assert sum("gradient of" in x for x in verified) == 1
-
-
-@pytest.mark.parametrize("case", ["fsdp2 verified", "zero3 verified"])
-def test_ranks_verify_a_model_that_they_share_together(case, ranks, number_of_ranks):
-    """Without gradients, which an engine reduces."""
-    for run in assert_trained_alike(ranks):
-        assert_calls(run, batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
-        verified = [x for x in run["messages"] if ": verified; differs in log-probabilities by" in x]
-        assert len(verified) == 3  # policy, reference and evaluation
-        assert not [x for x in verified if "gradient of" in x]
+        assert sum("gradient of" in x for x in verified) == WITH_GRADIENTS[engine]
 
 
 @pytest.mark.parametrize(
