@@ -92,5 +92,5 @@ def serve(monkeypatch: pytest.MonkeyPatch, make_model: Callable[[], PreTrainedMo
         monkeypatch.setattr(module, "is_vllm_available", lambda: True)
         monkeypatch.setattr(module, "VLLMClient", connect)
     monkeypatch.setattr(online_dpo_trainer, "SamplingParams", SimpleNamespace, raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cpu"))
     return clients
