@@ -69,23 +69,21 @@ def test_a_trainer_without_a_fused_call_says_so_in_its_first_step(tmp_path, capl
         assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
 
 
-def test_padding_free_is_refused_before_a_weight_changes(tmp_path):
-    """TRL would pad, and say that it does. fastdpo takes the option for the fused call, which such a class bypasses."""
-    weights = Weights()
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=OwnLoss, padding_free=True)
-        trainer.add_callback(weights)
-        with pytest.raises(fastdpo.NotFused, match="padding_free must be False, since its batches are padded"):
-            trainer.train()
-    assert all(map(torch.equal, trainer.model.parameters(), weights.before))
+RAISED = {
+    # TRL would pad, and say that it does. fastdpo takes the option for the fused call, which such a class bypasses.
+    "padding-free": (OwnLoss, dict(padding_free=True), "padding_free must be False, since its batches are padded"),
+    "strict": (FusedOnlyInEvaluation, {}, UNUSED),
+}
 
 
-def test_strict_raises_before_a_weight_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTDPO_STRICT", "1")
-    weights = Weights()
+@pytest.mark.parametrize("case", RAISED)
+def test_an_error_comes_before_a_weight_changes(tmp_path, monkeypatch, case):
+    (trainer_class, options, message), weights = RAISED[case], Weights()
+    if case == "strict":
+        monkeypatch.setenv("FASTDPO_STRICT", "1")
     with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=FusedOnlyInEvaluation)
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=trainer_class, **options)
         trainer.add_callback(weights)
-        with pytest.raises(fastdpo.NotFused, match=UNUSED):
+        with pytest.raises(fastdpo.NotFused, match=message):
             trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), weights.before))

@@ -70,6 +70,12 @@ def test_a_step_after_an_evaluation_in_inference_mode():
     assert step(model, logps)
 
 
+@pytest.fixture(params=[lambda model: model, copy.deepcopy], ids=["fused", "fallen back"])
+def on_path(request):
+    """What keeps a prepared model fused, or makes it fall back, as a copy of it does."""
+    return request.param
+
+
 def score(model, path=FUSED, **batch):
     """The scored rows of a call that takes a path."""
     before = fastdpo.calls.copy()
@@ -207,21 +213,19 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("returned", RETURNED)
-def test_wrappers_that_return_something_else_are_refused(returned, fused):
+def test_wrappers_that_return_something_else_are_refused(returned, on_path):
     model = ValueHead(RETURNED[returned])
     with pytest.raises(TypeError, match=r"^prepare: model must be a transformers model, or .* inside; got a ValueHead"):
         fastdpo.prepare(model)
     fastdpo.prepare(model.pretrained_model)
-    model = model if fused else copy.deepcopy(model)
+    model = on_path(model)
     with pytest.raises(TypeError, match=r"^score: model must return the output of the transformers model inside"):
         fastdpo.score(model, **rows())
     model.returned = lambda output: output
     assert_close(fastdpo.score(model, **rows()).logps, own_logps(model, **rows()), absolute=1e-5)
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -235,9 +239,8 @@ def test_wrappers_that_return_something_else_are_refused(returned, fused):
         (dict(average_log_prob=True), TypeError, "average_log_prob must be an argument of score or of the model's"),
     ],
 )
-def test_arguments_that_would_change_the_result_or_nothing_are_refused(given, error, message, fused):
-    model = fastdpo.prepare(tiny_model())
-    model = model if fused else copy.deepcopy(model)
+def test_arguments_that_would_change_the_result_or_nothing_are_refused(given, error, message, on_path):
+    model = on_path(fastdpo.prepare(tiny_model()))
     with pytest.raises(error, match=rf"^score: {message}"):
         fastdpo.score(model, **rows(), **given)
     neutral = dict.fromkeys(given, None) if error is ValueError else dict(return_dict=True, use_cache=False)
@@ -274,12 +277,10 @@ def test_another_default_dtype(name, default_dtype):
     assert_close(score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_auxiliary_loss_of_routers(fused):
+def test_the_auxiliary_loss_of_routers(on_path):
     model, batch = tiny_family("qwen3_moe"), rows()
     output = model(**{k: x for k, x in batch.items() if k != "labels"}, output_router_logits=True)
-    fastdpo.prepare(model)
-    model = model if fused else copy.deepcopy(model)
+    model = on_path(fastdpo.prepare(model))
     scored = fastdpo.score(model, **batch, output_router_logits=True)
     assert_close(scored.aux_loss, output.aux_loss, relative=1e-4)
     assert fastdpo.score(model, **batch).aux_loss is None
@@ -377,11 +378,10 @@ def flat() -> dict[str, torch.Tensor]:
     return dict(input_ids=ids[None], labels=labels[None], cu_seqlens=bounds, position_ids=positions[None])
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_flat_rows_and_lists(copied):
+def test_flat_rows_and_lists(on_path):
     model, batch, of_flat = fastdpo.prepare(tiny_model()), rows(), flat()
     expected = own_logps(model, **batch)
-    model = copy.deepcopy(model) if copied else model  # a copy falls back
+    model = on_path(model)
     assert_close(fastdpo.score(model, **of_flat).logps, expected, absolute=1e-5)
     real = batch["attention_mask"] != 0
     lists = [[x[i][real[i]].tolist() for i in range(4)] for x in (batch["input_ids"], batch["labels"])]
@@ -445,10 +445,8 @@ def test_rows_are_checked(changes, error, message):
         fastdpo.score(fastdpo.prepare(tiny_model()), **changes)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_mean_of_a_row_without_labels_is_zero(fused):
-    model, batch = fastdpo.prepare(tiny_model()), rows()
-    model = model if fused else copy.deepcopy(model)
+def test_the_mean_of_a_row_without_labels_is_zero(on_path):
+    model, batch = on_path(fastdpo.prepare(tiny_model())), rows()
     batch["labels"][2] = IGNORE_INDEX
     scored = fastdpo.score(model, **batch)
     assert torch.equal(scored.means()[[0, 1, 3]], (scored.sums() / scored.counts())[[0, 1, 3]])
