@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from tests.integrations.test_trl_budget import CLASSES, TUNING
+from tests.integrations.test_trl_budget import CLASSES, TUNING, collating
 from tests.support.comparison import double
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.trl.dpo import tiny_model, train
@@ -92,18 +92,6 @@ def hooked(model):
     return double(model)
 
 
-def adding(name: str, value) -> type:
-    """A subclass whose batches have a further entry."""
-
-    class Adding(DPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            collate = self.data_collator
-            self.data_collator = lambda examples: {**collate(examples), name: value}
-
-    return Adding
-
-
 def setting(name: str) -> type:
     """A subclass that sets a function of a trainer on the object, where it halves the loss."""
 
@@ -156,20 +144,16 @@ CODE = {
 }
 """Code of users that sees each batch of a step: the trainer, options of `trained`, and how it is named."""
 
+FALL_BACK = "models that fall back, since rows may depend on their batch: "
 MODELS = {
-    "neftune": (DPO, dict(neftune_noise_alpha=5.0), r".*\[neftune\]"),
-    "attention dropout": (DPO, dict(tiny=dict(attention_dropout=0.1)), r".*\[attention-dropout\]"),
-    "batch norm": (DPO, dict(prepare=with_batch_norm), ""),
-    "experts with a capacity": (DPO, dict(prepare=with_capacity), ""),
-}
-MODELS = {
-    name: (trainer, options, f"models that fall back, since rows may depend on their batch: {message}")
-    for name, (trainer, options, message) in MODELS.items()
+    "neftune": (DPO, dict(neftune_noise_alpha=5.0), rf"{FALL_BACK}.*\[neftune\]"),
+    "attention dropout": (DPO, dict(tiny=dict(attention_dropout=0.1)), rf"{FALL_BACK}.*\[attention-dropout\]"),
+    "batch norm": (DPO, dict(prepare=with_batch_norm), FALL_BACK),
+    "experts with a capacity": (DPO, dict(prepare=with_capacity), FALL_BACK),
 }
 
-BATCHES = {
-    "another entry": (DPO, dict(trainer_class=adding("weight", torch.ones(1))), "batches with weight"),
-}
+WEIGHTED = collating(DPOTrainer, lambda batch: {**batch, "weight": torch.ones(1)})
+BATCHES = {"another entry": (DPO, dict(trainer_class=WEIGHTED), "batches with weight")}
 
 LOSSES = "which overrides the loss of"
 STEPS = "which overrides training_step of"

@@ -213,22 +213,28 @@ CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer, DPO: DPOTrainer, REWARD: RewardTrai
 CLASSES |= {GRPO: GRPOTrainer, RLOO: RLOOTrainer}
 
 
-def with_padding(trainer_class: type, is_real) -> type:
-    """A subclass whose collator leaves tokens out of its masks. `is_real` is called with ids and masks [R, L]."""
+def collating(trainer_class: type, change) -> type:
+    """A subclass whose batches are what a function makes of those of its collator."""
 
-    class Masked(trainer_class):
+    class Collating(trainer_class):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             collate = self.data_collator
-            self.data_collator = lambda examples: self.masked(collate(examples))
+            self.data_collator = lambda examples: change(collate(examples))
 
-        def masked(self, batch):
-            for name in {"attention_mask", "KL_attention_mask"} & batch.keys():
-                ids = batch[name.replace("attention_mask", "input_ids")]
-                batch[name] = batch[name] * is_real(ids, batch[name]).long()
-            return batch
+    return Collating
 
-    return Masked
+
+def with_padding(trainer_class: type, is_real) -> type:
+    """A subclass whose collator leaves tokens out of its masks. `is_real` is called with ids and masks [R, L]."""
+
+    def masked(batch):
+        for name in {"attention_mask", "KL_attention_mask"} & batch.keys():
+            ids = batch[name.replace("attention_mask", "input_ids")]
+            batch[name] = batch[name] * is_real(ids, batch[name]).long()
+        return batch
+
+    return collating(trainer_class, masked)
 
 
 MASKS = {

@@ -15,16 +15,10 @@ from tests.support.workers import budgets, trainings, vision
 from tests.support.workers.packages import packages, run_with
 
 CALLS = {
-    "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
+    **{f"trl.{x}Trainer": dict(policy=3, reference=3 + 2, eval=2) for x in ("DPO", "A2PO")},
     "trl.KTOTrainer": dict(policy=6, reference=3 + 2, eval=4),
-    "trl.RewardTrainer": dict(policy=3, eval=2),
-    "trl.SFTTrainer": dict(policy=3, eval=2),
-    "trl.CPOTrainer": dict(policy=3, eval=2),
-    "trl.ORPOTrainer": dict(policy=3, eval=2),
-    "trl.TPOTrainer": dict(policy=3, eval=2),
-    "trl.A2POTrainer": dict(policy=3, reference=3 + 2, eval=2),
-    "trl.GRPOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
-    "trl.RLOOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
+    **{f"trl.{x}Trainer": dict(policy=3, eval=2) for x in ("Reward", "SFT", "CPO", "ORPO", "TPO")},
+    **{x: dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6) for x in budgets.GROUPS},
 }
 
 
