@@ -7,6 +7,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from tests.support.comparison import approximately, assert_trained_alike
+from tests.support.recorded_calls import recorded_calls
 from tests.support.trl.dpo import build, run_two_ranks, tiny_model, train
 
 
@@ -20,33 +21,23 @@ def test_padding_free_equals_padded(both, tmp_path, caplog):
     assert "Padding-free training is enabled" not in caplog.text
 
 
-def test_an_encoder_decoder_falls_back_to_stock(tmp_path, caplog):
+def test_an_encoder_decoder_falls_back_to_stock(both, caplog):
     config = transformers.T5Config(
         vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0
     )
-    runs = []
-    for name in ("stock", "patched"):
-        torch.manual_seed(0)
-        models = [transformers.T5ForConditionalGeneration(config) for _ in range(2)]
-        if name == "stock":
-            runs.append(train(tmp_path / name, *models))
-        else:
-            with fastdpo.patched("trl.DPOTrainer"):
-                runs.append(train(tmp_path / name, *models))
-    assert_trained_alike(runs, {("policy", "stock"): 3, ("reference", "stock"): 3})
+
+    def build(kind, seed):
+        torch.manual_seed(seed)
+        return transformers.T5ForConditionalGeneration(config)
+
+    assert_trained_alike(both(build=build), {("policy", "stock"): 3, ("reference", "stock"): 3})
     assert "is an encoder-decoder" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_sizes", "token_type_ids"])
 def test_additional_inputs_fall_back_to_stock(tmp_path, caplog, monkeypatch, name):
-    batches = []
-    stock = DPOTrainer.concatenated_forward
-
-    def watched(self, model, batch, is_ref_model=False):
-        batches.append(batch)
-        return stock(self, model, batch, is_ref_model)
-
-    monkeypatch.setattr(DPOTrainer, "concatenated_forward", watched)
+    given = lambda result, trainer, model, batch, *rest: batch  # noqa: E731
+    batches = recorded_calls(monkeypatch, DPOTrainer, "concatenated_forward", given)
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
         batch = trainer.data_collator(list(trainer.train_dataset))
