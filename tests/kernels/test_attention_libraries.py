@@ -24,6 +24,7 @@ from fastdpo.ops.attention import device_layout, flash, routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, Kind, rows_of
 from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_flash_4
 from fastdpo.ops.choice import notes, tuning
+from tests.support.faults import raising
 from tests.support.ops.attention import output_and_gradients
 from tests.support.stand_ins import flash_libraries, flash_sources
 from tests.support.stand_ins.flash_sources import recorded
@@ -37,7 +38,7 @@ ALL = ("flash-attn-3", "flash-attn-4", "flash-attn-2", "torch")
 
 @pytest.fixture(autouse=True)
 def cpu_as_a_gpu(monkeypatch):
-    """Offers the CPU to the backends, and gathers keys without Triton."""
+    """Offers the CPU to the backends, and gathers keys without Triton. Algorithms may be deterministic in a test."""
 
     def gradients(dk, dv, readers, first_reader):
         tokens = torch.arange(len(first_reader) - 1).repeat_interleave(first_reader.diff())
@@ -49,13 +50,8 @@ def cpu_as_a_gpu(monkeypatch):
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
     monkeypatch.delenv(routes.VARIABLE, raising=False)
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """Installs stand-ins of some versions, or with faults."""
-    yield partial(flash_libraries.install, monkeypatch)
-    flash_libraries.forget()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -213,11 +209,9 @@ def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, install
     installed(faults=(fault,))
     features = FAULTS[fault]
     torch.use_deterministic_algorithms("deterministic" in features)
-    try:
-        assert not routes.passes_probe(name, kind(**features))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    (message,) = (record.message for record in caplog.records)
+    assert not routes.passes_probe(name, kind(**features))
+    torch.use_deterministic_algorithms(False)
+    (message,) = caplog.messages
     described = "".join(f", {feature}" for feature in features)
     assert f"{name} is disabled for head sizes 16 and 16{described}: " in message
     assert ("AssertionError: " if "backward" in fault else "wrong values on a small case: ") in message
@@ -240,8 +234,8 @@ def test_a_window_that_hides_nothing_is_probed_as_none(fault, installed, monkeyp
     assert not caplog.text
     monkeypatch.delitem(routes.BACKENDS, "triton")
     assert_right(inputs(), window=20)
-    messages = [record.message for record in caplog.records]
-    assert all(f"{name} is disabled for head sizes 16 and 16: " in x for name, x in zip(ALL, messages, strict=True))
+    for name, message in zip(ALL, caplog.messages, strict=True):
+        assert f"{name} is disabled for head sizes 16 and 16: " in message
 
 
 def prepared(query, _, value, __, **options):
@@ -253,12 +247,8 @@ def prepared(query, _, value, __, **options):
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, libraries, monkeypatch):
     assert_right(inputs(), window=window)
-
-    def fail(*arguments, **options):
-        raise AssertionError("prepared again")
-
     for place in ((routes, "chosen"), (device_layout, "Rows"), (flash, "varlen_layout"), (inspect, "signature")):
-        monkeypatch.setattr(*place, fail)
+        monkeypatch.setattr(*place, raising(AssertionError("prepared again")))
     for _ in range(2):
         assert_right(inputs(), window=window)
     with pytest.raises(AssertionError, match="prepared again"):
@@ -328,11 +318,8 @@ def test_a_prepared_layout_follows_the_settings(libraries, tuned, monkeypatch):
     """The stand-ins check that the backward is asked for a deterministic result."""
     for deterministic, name in ((False, "flash-attn-2"), (True, "flash-attn-3"), (False, "flash-attn-2")):
         torch.use_deterministic_algorithms(deterministic)
-        try:
-            assert prepared(*inputs()) == name
-            assert_right(inputs())
-        finally:
-            torch.use_deterministic_algorithms(False)
+        assert prepared(*inputs()) == name
+        assert_right(inputs())
     monkeypatch.setenv(tuning.VARIABLE, "0")
     assert prepared(*inputs()) == "flash-attn-3"
     monkeypatch.setenv(routes.VARIABLE, "flash-attn-4")
@@ -364,7 +351,7 @@ def test_a_library_that_fails_in_a_step_is_replaced_once(method, libraries, monk
         assert_right(inputs())
     assert failing.calls == 1
     assert chosen(*inputs()) == "flash-attn-4"
-    (message,) = (record.message for record in caplog.records)
+    (message,) = caplog.messages
     replaced = "packed_attention: flash-attn-3 has failed and is replaced by flash-attn-4"
     assert message == f"fastdpo: {replaced}: RuntimeError: no kernel image"
     Failing(monkeypatch, ALL[1:2], method, RuntimeError("no kernel image either"))

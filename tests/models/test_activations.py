@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +31,7 @@ from fastdpo.ops import memory
 from fastdpo.ops.attention import packed_attention
 from tests.models.test_graphs import batch, loss_of
 from tests.support.comparison import tiny
+from tests.support.faults import out_of_memory
 from tests.support.fuzzing import VARIABLE
 from tests.support.kernels import recorder
 from tests.support.models.families import tiny_family
@@ -277,19 +277,6 @@ def base_of(model):
     return next(state for state in map(state_of, model.modules()) if state is not None)
 
 
-def out_of_memory(monkeypatch, calls, place=(scoring, "ScoredBatch")):
-    """Has some calls of a function raise an error, by their numbers from 0. By default that of a call's end."""
-    stock, count = getattr(*place), []
-
-    def raising(*args, **kwargs):
-        count.append(None)
-        if len(count) - 1 in calls:
-            raise torch.OutOfMemoryError("planted")
-        return stock(*args, **kwargs)
-
-    monkeypatch.setattr(*place, raising)
-
-
 @pytest.mark.parametrize("place", ["in a layer", "behind the head"])
 @pytest.mark.parametrize("name", ["full", "LoRA with dropout"])
 def test_a_call_without_memory_runs_again(monkeypatch, caplog, name, place):
@@ -309,7 +296,7 @@ def test_a_call_without_memory_runs_again(monkeypatch, caplog, name, place):
 
         monkeypatch.setattr(activations.KeptActivations, "run", run)
     else:
-        out_of_memory(monkeypatch, [7])
+        out_of_memory(monkeypatch, 7)
     ours, kept, *_ = train(model, monkeypatch, "all layers")
     assert_equal(ours, expected)
     assert kept[7] == 0
@@ -325,10 +312,10 @@ def test_kept_layers_go_before_recordings_and_the_error_is_raised_after_both(mon
     released = []
     monkeypatch.setattr(scoring, "release_recordings", lambda fused: released.append(None) or len(released) == 1)
     pace.training().done = 5
-    out_of_memory(monkeypatch, [0, 1])
+    out_of_memory(monkeypatch, 0, 1)
     loss_of(model, BATCHES[0]).backward()
     assert len(released) == 1
-    out_of_memory(monkeypatch, [0])
+    out_of_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         loss_of(model, BATCHES[0])
     assert len(released) == 2
@@ -487,7 +474,7 @@ def test_ranks_that_keep_different_numbers_of_layers(monkeypatch, tmp_path, engi
         optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.01)
         found, kept = [], []
         for i in range(8):
-            loss = loss_of_ranks(model, BATCHES[(i + rank) % len(BATCHES)])
+            loss = loss_of(model, BATCHES[(i + rank) % len(BATCHES)])
             kept.append(len(base_of(inner).runner.kept.kept))
             loss.backward()
             found.append([loss.detach(), *(local(x.grad).clone() for x in model.parameters() if x.grad is not None)])
@@ -516,8 +503,3 @@ def local(x):
 
 def base_model(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def loss_of_ranks(model, given):
-    chosen, rejected = (0.1 * fastdpo.score(model, *given).sums()).chunk(2)
-    return -logsigmoid(chosen - rejected).mean()

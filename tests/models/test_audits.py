@@ -2,9 +2,10 @@
 
 import functools
 import gc
-import logging
 import random
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ def llama(**config) -> nn.Module:
     return tiny_model(**config).double().train()
 
 
+def prepared(plant: Callable[[nn.Module], Any]) -> nn.Module:
+    model = llama()
+    plant(model)
+    return fastdpo.prepare(model)
+
+
 def scored(model: nn.Module, seed: int = 0) -> tuple[str, Tensor]:
     """The path of a call with gradients, and its log-probabilities."""
     before, (ids, labels) = fastdpo.calls.copy(), batch(seed)
@@ -48,10 +55,6 @@ def scored(model: nn.Module, seed: int = 0) -> tuple[str, Tensor]:
     logps.sum().backward()
     ((_, _, path),) = {x for x in fastdpo.calls - before if x[2] != "replayed"}
     return path, logps.detach()
-
-
-def warnings_in(caplog) -> list[str]:
-    return [x.getMessage() for x in caplog.records if x.levelno >= logging.WARNING]
 
 
 def assert_own(model: nn.Module, logps: Tensor, seed: int = 0) -> None:
@@ -106,7 +109,7 @@ def test_a_fault_that_begins_later(place, caplog):
             assert_own(model, logps)
     switch(0.0)
     assert paths == ["fused"] * (NOTICED - 1) + ["stock"] * (CALLS - NOTICED + 1)
-    (message,) = warnings_in(caplog)
+    (message,) = caplog.messages
     assert message.startswith("fastdpo: fastdpo.score (policy): not fused, call 8 (policy, step ")
     assert "stock -" in message
     assert message.endswith("[different-calls]")
@@ -146,15 +149,13 @@ class WithGradientsOfTheRow(Wrapped):
 @pytest.mark.parametrize("begins", [1, 2])
 def test_a_fault_in_the_gradient_only(begins, monkeypatch, caplog):
     faults.unnoticed_by_probes(monkeypatch)
-    model = llama()
-    in_layers(WithGradientsOfTheRow)(model)
-    fastdpo.prepare(model)
+    model = prepared(in_layers(WithGradientsOfTheRow))
     paths = []
     for call in range(1, 4):
         monkeypatch.setattr(WithGradientsOfTheRow, "is_on", call >= begins)
         paths.append(scored(model)[0])
     assert paths == ["fused"] * (begins - 1) + ["stock"] * (4 - begins)
-    (message,) = warnings_in(caplog)
+    (message,) = caplog.messages
     assert f"call {begins} (policy" in message
     assert "log-probabilities" not in message
     assert "gradient of MLP by" in message
@@ -162,9 +163,7 @@ def test_a_fault_in_the_gradient_only(begins, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("plant", "audits"), [(lambda model: None, 0), (in_layers(Scaled), 3)], ids=["stock", "own"])
 def test_which_models_are_audited(plant, audits):
-    model, before = llama(), calls.outcomes.copy()
-    plant(model)
-    fastdpo.prepare(model)
+    model, before = prepared(plant), calls.outcomes.copy()
     assert [scored(model)[0] for _ in range(7)] == ["fused"] * 7
     assert (calls.outcomes - before).total() == audits
 
@@ -217,7 +216,7 @@ def test_no_trace(kind, options, tmp_path, monkeypatch, caplog):
     assert states[0] == states[1]
     assert seen[0] == seen[1] > 0
     assert kept[1] <= kept[0]
-    assert warnings_in(caplog) == []
+    assert caplog.messages == []
 
 
 def of_the_configuration(model, number):
@@ -248,10 +247,7 @@ def of_a_buffer(model, number):
 def test_a_number_that_is_written_in_each_step(write, plant, monkeypatch, caplog):
     probed, own = [], probe.probe
     monkeypatch.setattr(probe, "probe", lambda *args: probed.append(args) or own(*args))
-    model = llama()
-    plant(model)
-    fastdpo.prepare(model)
-    paths = []
+    model, paths = prepared(plant), []
     for number in range(20):
         write(model, number)
         path, logps = scored(model, seed=number)
@@ -259,29 +255,23 @@ def test_a_number_that_is_written_in_each_step(write, plant, monkeypatch, caplog
         assert_own(model, logps, seed=number)
     assert paths == ["fused"] * 20
     assert len(probed) <= examination.FREE_EXAMINATIONS
-    assert warnings_in(caplog) == []
+    assert caplog.messages == []
 
 
 def test_a_number_that_comes_to_matter(caplog):
     """A value changes in each step, and so is not examined any more, and mixes tokens in the end."""
-    model = llama()
-    in_layers(functools.partial(Mixing, share=lambda module: 0.0 if module.amount < 17 else MIXED))(model)
-    fastdpo.prepare(model)
-    paths = []
-    for number in range(20):
+    plant = in_layers(functools.partial(Mixing, share=lambda module: 0.0 if module.amount < 17 else MIXED))
+    model, paths = prepared(plant), []
+    for number in range(40):
         for layer in model.model.layers:
             layer.mlp.amount = number
         path, logps = scored(model)
         paths.append(path)
+        assert number >= 20 or "[different-calls]" not in caplog.text  # call 16 was the last one that was compared
     assert paths[:17] == ["fused"] * 17
-    assert "[different-calls]" not in caplog.text  # call 16 was the last one that was compared
-    for number in range(20, 40):
-        for layer in model.model.layers:
-            layer.mlp.amount = number
-        path, logps = scored(model)
     assert path == "stock"
     assert_own(model, logps)
-    assert len(warnings_in(caplog)) == 1
+    assert len(caplog.messages) == 1
 
 
 def mixed_by_class(monkeypatch):
@@ -332,7 +322,7 @@ def test_code_that_is_replaced_between_calls(change, monkeypatch, caplog):
         path, logps = scored(model)
         assert path == "stock"
         assert_own(model, logps)
-    assert len(warnings_in(caplog)) == 1
+    assert len(caplog.messages) == 1
     path, logps = scored(model)
     assert path == "fused"
     assert_own(model, logps)
@@ -375,29 +365,20 @@ class Capacity(Wrapped):
 
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_experts_with_a_capacity(factor, caplog):
-    model = llama()
-    in_layers(functools.partial(Capacity, factor=factor))(model)
-    fastdpo.prepare(model)
+    model = prepared(in_layers(functools.partial(Capacity, factor=factor)))
     assert scored(model)[0] == "stock"
     assert "[different-" in caplog.text
 
 
-class Scaling(Wrapped):
-    def __init__(self, inner: nn.Module, scale):
-        super().__init__(inner)
-        self.__dict__["scale"] = scale
-
+class Scaling(Mixing):
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden) * (1 + self.scale())
+        return self.inner(hidden) * (1 + self.share(self))
 
 
 def test_replays_of_old_values(monkeypatch, caplog):
     """A recording holds the value of a global. The layers run once a replay was compared."""
     recorder.install(monkeypatch)
-    model = llama()
-    in_layers(functools.partial(Scaling, scale=lambda: SHARE))(model)
-    fastdpo.prepare(model)
-    replayed = []
+    model, replayed = prepared(in_layers(functools.partial(Scaling, share=lambda module: SHARE))), []
     for call in range(16):
         globals().update(SHARE=0.0 if call < 7 else MIXED)
         before = fastdpo.calls.copy()
@@ -409,7 +390,7 @@ def test_replays_of_old_values(monkeypatch, caplog):
     globals().update(SHARE=0.0)
     assert True in replayed
     assert not replayed[-1]
-    (message,) = warnings_in(caplog)
+    (message,) = caplog.messages
     assert "[graphs-changed]" in message
 
 

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import logsigmoid
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import fastdpo
@@ -139,33 +140,20 @@ def by_layers(replayed):
     assert not [*calls]
 
 
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    assert [name for name, x in found.items() if not torch.equal(x, expected[name])] == []
+assert_same_bits = functools.partial(assert_close, rtol=0, atol=0)
 
 
 def replays():
     return sum(n for (*_, path), n in fastdpo.calls.items() if path == "replayed")
 
 
-def as_trained(model):
-    """In the dtype that kernels of attention take."""
-    return model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        torch.testing.assert_close(x, expected[name], msg=lambda message, name=name: f"{name}: {message}")
-
-
 class Twins:
     """A prepared model, and a copy of it whose layers run."""
 
-    def __init__(self, model):
+    def __init__(self, model, dtype=None):
         has_experts = any("experts" in name for name, _ in model.named_modules())
         self.check = assert_close if has_experts else assert_same_bits  # they take other padding
-        model = as_trained(model)
+        model.to(dtype or (torch.float32 if model.device.type == "cpu" else torch.bfloat16))  # which kernels take
         self.models = model, copy.deepcopy(model)
         for each in self.models:
             fastdpo.prepare(each)
@@ -221,13 +209,8 @@ def test_same_bits(name):
 
 
 def test_float64(recorder, caplog):
-    models = [fastdpo.prepare(llama().double()) for _ in range(2)]
-    for given in BATCHES:
-        with watched() as replayed:
-            found = step(models[0], given)
-        with by_layers(replayed):
-            assert_same_bits(found, step(models[1], given))
-    assert replays() == 4
+    twins = Twins(llama(), torch.float64)
+    assert [twins.compare(given) for given in BATCHES] == [0, 1, 1, 1, 1]
     assert not [x for x in caplog.messages if "no CUDA graphs" in x]
 
 
@@ -450,7 +433,7 @@ def test_trained_tensors_that_are_no_parameters_of_the_backbone(name, caplog):
             owner.gate.grad = None
         steps = [step(model, given) for model in models]
         assert_close(*reversed(steps))
-        torch.testing.assert_close(owners[1].gate.grad, owners[0].gate.grad)
+        assert_close(owners[1].gate.grad, owners[0].gate.grad)
         assert owners[0].gate.grad.abs() > 0
     assert replays() == 0
     assert "layers use trained tensors that are not among their parameters [graphs-tensors]" in caplog.text

@@ -4,20 +4,22 @@ import gc
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import fastdpo
-from fastdpo.models import scoring
 from fastdpo.models.running import compiled, pace
 from fastdpo.models.running import runner as running
 from fastdpo.models.running.pace import Pace
 from fastdpo.models.state import state_of
 from fastdpo.ops.choice import notes
-from tests.models.test_graphs import BATCHES, assert_close, batch, gradients, llama, loss_of, replays, step
+from tests.models.test_graphs import BATCHES, batch, gradients, llama, loss_of, replays, step
+from tests.support.faults import out_of_memory, raising
 from tests.support.kernels import recorder as recording
 
 
 @pytest.fixture(autouse=True)
-def recorder(monkeypatch, tmp_path):
+def recorder(monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO", "fastdpo")
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
@@ -71,7 +73,6 @@ def train(model, steps, accumulation=2):
 
 
 def test_layers_are_compiled_between_two_steps(speed, caplog):
-    caplog.set_level("INFO", "fastdpo")
     model, other = prepared(speed), fastdpo.prepare(llama(), compile=False)
     states, found = train(model, 8)
     # Tried in the call that begins the fourth step, and compiled from the next step on.
@@ -105,7 +106,6 @@ def test_what_whole_steps_have_saved_is_noted(speed, monkeypatch):
 
 
 def test_compiled_layers_that_are_not_faster_are_taken_back(speed, caplog):
-    caplog.set_level("INFO", "fastdpo")
     speed["compiled"] = 0.99
     model = prepared(speed)
     states, _ = train(model, 8)
@@ -117,7 +117,6 @@ def test_compiled_layers_that_are_not_faster_are_taken_back(speed, caplog):
 
 
 def test_layers_that_cannot_be_compiled(speed, caplog):
-    caplog.set_level("INFO", "fastdpo")
     model = prepared(speed)
     model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward  # an attribute of its own
     train(model, 8)
@@ -125,30 +124,21 @@ def test_layers_that_cannot_be_compiled(speed, caplog):
     assert [x for x in caplog.messages if "layers not compiled, " in x and "[compiled-hooks]" in x]
 
 
-def test_an_error_in_a_trial(speed, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((running.pace, "seconds"), "torch cannot compile LlamaModel as one graph: OutOfMemoryError: planted"),
+        ((compiled, "BACKEND"), "layers are not compiled from step 5 on, which would not pay"),
+    ],
+    ids=["run", "compilation"],
+)
+def test_an_error_in_a_trial(place, message, speed, monkeypatch, caplog):
     """It neither ends the training, nor is it noted for later ones."""
-    caplog.set_level("INFO", "fastdpo")
-
-    def seconds(run, device):
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(running.pace, "seconds", seconds)
+    monkeypatch.setattr(*place, raising(torch.OutOfMemoryError("planted")))
     model = prepared(speed)
     states, _ = train(model, 8)
     assert states == 16 * [False]
-    assert "layers not compiled, torch cannot compile LlamaModel as one graph: OutOfMemoryError: planted" in caplog.text
-    assert pace.training().settled == {"fastdpo.score (policy)": False}
-    assert not notes.read(model.device).layers
-
-
-def test_layers_that_torch_fails_to_compile_in_a_trial(speed, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(compiled, "BACKEND", fails)
-    model = prepared(speed)
-    states, _ = train(model, 8)
-    assert states == 16 * [False]
+    assert message in caplog.text
     assert pace.training().settled == {"fastdpo.score (policy)": False}
     assert not notes.read(model.device).layers
 
@@ -242,26 +232,12 @@ def test_what_fixes_a_run(speed, monkeypatch, compile):
     assert not speed["passes"]
 
 
-def out_of_memory_at(monkeypatch, call):
-    """Has a call raise an error behind the head, once."""
-    stock, calls = scoring.ScoredBatch, []
-
-    def scored_batch(*args):
-        calls.append(None)
-        if len(calls) == call:
-            raise torch.OutOfMemoryError("planted")
-        return stock(*args)
-
-    monkeypatch.setattr(scoring, "ScoredBatch", scored_batch)
-
-
-@pytest.mark.parametrize("call", range(2, 7))
+@pytest.mark.parametrize("call", range(1, 6))
 def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recorder, caplog, call):
-    caplog.set_level("INFO", "fastdpo")
     models = [fastdpo.prepare(llama()) for _ in range(2)]
     fastdpo.prepare(models[1], compile=False)
     expected = [step(models[1], given) for given in BATCHES * 2]
-    out_of_memory_at(monkeypatch, call)
+    out_of_memory(monkeypatch, call)
     found = [step(models[0], given) for given in BATCHES * 2]
     for ours, stock in zip(found, expected, strict=True):
         assert_close(ours, stock)
@@ -272,14 +248,13 @@ def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recor
 
 def test_a_reference_without_memory_takes_back_what_the_policy_has_recorded(monkeypatch, recorder, caplog):
     """Between forward and backward of the policy, whose gradients stay what they are."""
-    caplog.set_level("INFO", "fastdpo")
     policy, reference, other = (fastdpo.prepare(llama()) for _ in range(3))
     for given in BATCHES:
         step(policy, given)
         expected = step(other, given)
     policy.zero_grad()
     loss = loss_of(policy, given)
-    out_of_memory_at(monkeypatch, 1)
+    out_of_memory(monkeypatch, 0)
     with torch.no_grad():
         loss_of(reference, given)
     loss.backward()
@@ -333,7 +308,6 @@ def test_compiled_layers_are_tried_by_replays_where_calls_replay(speed, monkeypa
 
 def test_recordings_leave_room(monkeypatch, recorder, caplog):
     """Without it, those that exist are replayed, and no other one is made."""
-    caplog.set_level("INFO", "fastdpo")
     model = fastdpo.prepare(llama())
     long = batch((40, 20, 20))
     for given in (*BATCHES[:2], long):
@@ -361,12 +335,9 @@ def test_a_training_begins_without_the_recordings_of_what_was_before(recorder):
 
 def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, caplog):
     """As those that replace torch's own: what a recording may take cannot be known, and nothing is raised."""
-    caplog.set_level("INFO", "fastdpo")
 
-    def has_room(device):
-        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
-
-    monkeypatch.setattr(running.graphs, "has_room", has_room)
+    error = RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+    monkeypatch.setattr(running.graphs, "has_room", raising(error))
     model = fastdpo.prepare(llama())
     for given in BATCHES:
         step(model, given)
@@ -378,13 +349,12 @@ def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, capl
 def test_an_error_without_recordings_is_raised(monkeypatch):
     gc.collect()  # models of other tests, with what they have recorded
     model = fastdpo.prepare(llama())
-    out_of_memory_at(monkeypatch, 1)
+    out_of_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         step(model, BATCHES[0])
 
 
 def test_recordings_that_are_made_more_often_than_replayed(monkeypatch, caplog):
-    caplog.set_level("INFO", "fastdpo")
     monkeypatch.setattr(running.graphs, "MAX_RECORDINGS", 3)
     model = fastdpo.prepare(llama())
     for i in range(16):

@@ -38,6 +38,26 @@ def path(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def pairs():
+    """The layout of prompts with two completions each. The longest row has 42 tokens."""
+    return rows_of(GROUPS["pairs"])
+
+
+@pytest.fixture
+def traced(trace):
+    """A function that returns the output of a call, and what its forward and its backward allocate."""
+
+    def run(rows, **options):
+        *tensors, upstream = attention_inputs(rows)
+        query, key, value = (x.requires_grad_() for x in tensors)
+        out, forward = trace(lambda: packed_attention(query, key, value, rows, **options))
+        _, backward = trace(lambda: out.backward(upstream))
+        return out, forward, backward
+
+    return run
+
+
 ISLANDS = torch.tensor(
     [
         *([0, 0, 0, 3], [0, 7, 3, 4], [0, 7, 7, 2]),  # text, an image, text
@@ -96,30 +116,27 @@ def test_gradients_of_many_blocks_are_summed_in_float32(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_sinks_may_have_a_wider_dtype(dtype):
-    rows = rows_of(GROUPS["pairs"])
-    assert_accurate(rows, attention_inputs(rows, dtype=torch.bfloat16), sinks=torch.randn(4, dtype=dtype))
+def test_sinks_may_have_a_wider_dtype(dtype, pairs):
+    assert_accurate(pairs, attention_inputs(pairs, dtype=torch.bfloat16), sinks=torch.randn(4, dtype=dtype))
 
 
 @pytest.mark.parametrize("features", [*FLASH, "softcap"])
-def test_a_window_that_hides_nothing_changes_nothing(features):
-    rows = rows_of(GROUPS["pairs"])  # the longest row: 42
-    inputs, options = attention_inputs(rows), {**options_of(features), "window": None}
-    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
+def test_a_window_that_hides_nothing_changes_nothing(features, pairs):
+    inputs, options = attention_inputs(pairs), {**options_of(features), "window": None}
+    expected = output_and_gradients(packed_attention, *inputs, pairs, **options)
     for window in (42, 2**40):
-        found = output_and_gradients(packed_attention, *inputs, rows, **{**options, "window": window})
+        found = output_and_gradients(packed_attention, *inputs, pairs, **{**options, "window": window})
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    hidden = packed_attention(*inputs[:3], rows, **{**options, "window": 41})
+    hidden = packed_attention(*inputs[:3], pairs, **{**options, "window": 41})
     assert not torch.equal(hidden, expected[0])
 
 
 @pytest.mark.parametrize("features", ["plain", "window", "softcap"])
-def test_infinite_sinks(features):
-    rows = rows_of(GROUPS["pairs"])
-    inputs, options = attention_inputs(rows), options_of(features)
-    without = output_and_gradients(packed_attention, *inputs, rows, **options)
+def test_infinite_sinks(features, pairs):
+    inputs, options = attention_inputs(pairs), options_of(features)
+    without = output_and_gradients(packed_attention, *inputs, pairs, **options)
     sinks = torch.tensor([1e4, -1e4, 1e4, -1e4])
-    out, *gradients = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
+    out, *gradients = output_and_gradients(packed_attention, *inputs, pairs, sinks=sinks, **options)
     assert not out[:, ::2].any()
     assert torch.equal(out[:, 1::2], without[0][:, 1::2])
     assert torch.equal(gradients[0][:, 1::2], without[1][:, 1::2])
@@ -145,12 +162,11 @@ def test_a_query_that_sees_only_itself_returns_its_value(groups, window, heads, 
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
-def test_every_feature_of_pairs_propagates_overflows(features, poison, path):
-    rows = rows_of(GROUPS["pairs"])
-    inputs, options = attention_inputs(rows), options_of(features)
+def test_every_feature_of_pairs_propagates_overflows(features, poison, path, pairs):
+    inputs, options = attention_inputs(pairs), options_of(features)
     inputs[0][[6, 20], 1, 3] = poison
-    out, *gradients = output_and_gradients(packed_attention, *inputs, rows, **options)
-    expected = definitions.packed_attention(*inputs[:3], rows, **options)
+    out, *gradients = output_and_gradients(packed_attention, *inputs, pairs, **options)
+    expected = definitions.packed_attention(*inputs[:3], pairs, **options)
     assert torch.equal(out.isnan(), expected.isnan())
     if poison != poison or "softcap" not in options:  # a softcap bounds infinities
         assert out[[6, 20], 1].isnan().all()
@@ -167,10 +183,9 @@ def test_nan_if_all_scores_overflow(path):
     assert out[9, 1].isnan().all()
 
 
-def test_zero_outputs_are_not_mistaken_for_overflow(path):
-    rows = rows_of(GROUPS["pairs"])
-    zeros = [torch.zeros_like(x) for x in attention_inputs(rows)]
-    assert not any(x.any() for x in output_and_gradients(packed_attention, *zeros, rows))
+def test_zero_outputs_are_not_mistaken_for_overflow(path, pairs):
+    zeros = [torch.zeros_like(x) for x in attention_inputs(pairs)]
+    assert not any(x.any() for x in output_and_gradients(packed_attention, *zeros, pairs))
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -209,13 +224,12 @@ def test_groups_do_not_see_each_other(features, heads, poison, path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gradients_that_can_be_differentiated_again(dtype):
+def test_gradients_that_can_be_differentiated_again(dtype, pairs):
     """Where one tensor is key and value, too."""
-    rows = rows_of(GROUPS["pairs"])
-    query, key, _, upstream = attention_inputs(rows, "grouped", dtype)
+    query, key, _, upstream = attention_inputs(pairs, "grouped", dtype)
     leaves, given = (query.requires_grad_(), key.requires_grad_()), []
     for create_graph in (False, True):
-        out = packed_attention(query, key, key, rows)
+        out = packed_attention(query, key, key, pairs)
         given.append(torch.autograd.grad(out, leaves, upstream, create_graph=create_graph))
     for plain, again in zip(*given, strict=True):
         assert again.requires_grad
@@ -225,53 +239,39 @@ def test_gradients_that_can_be_differentiated_again(dtype):
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_autocast_casts_like_torchs_attention(features, heads, value_dtype):
+def test_autocast_casts_like_torchs_attention(features, heads, value_dtype, pairs):
     """With rotary embeddings, query and key are float32 and value is bfloat16."""
-    rows = rows_of(GROUPS["pairs"])
-    query, key, value, upstream = attention_inputs(rows, heads)
+    query, key, value, upstream = attention_inputs(pairs, heads)
     inputs, options = [query, key, value.to(value_dtype), upstream], options_of(features, heads)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
-        mine = output_and_gradients(packed_attention, *inputs, rows, **options)
-        eager = output_and_gradients(definitions.packed_attention, *inputs, rows, **options)
+        mine = output_and_gradients(packed_attention, *inputs, pairs, **options)
+        eager = output_and_gradients(definitions.packed_attention, *inputs, pairs, **options)
         torchs = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in inputs[:3]), enable_gqa=True)
     options = {name: x.double() if name == "sinks" else x for name, x in options.items()}
-    exact = output_and_gradients(definitions.packed_attention, *(x.double() for x in inputs), rows, **options)
+    exact = output_and_gradients(definitions.packed_attention, *(x.double() for x in inputs), pairs, **options)
     assert [x.dtype for x in mine[:4]] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
     for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
         assert_as_accurate_as(x, eager_x, exact_x, torch.bfloat16)
 
 
-def test_memory_is_the_result_and_log_sum_exps(trace):
-    rows = rows_of([(200, [150, 150]), (300, [200])])
-    *tensors, upstream = attention_inputs(rows)
-    query, key, value = (x.requires_grad_() for x in tensors)
-    out, forward = trace(lambda: packed_attention(query, key, value, rows))
+def test_memory_is_the_result_and_log_sum_exps(traced):
+    out, forward, backward = traced(rows_of([(200, [150, 150]), (300, [200])]))
     t, h, _ = out.shape
     assert forward.left == out.nbytes + h * t * 4
-    assert forward.largest < t * t  # bytes: no mask, no scores
-    _, backward = trace(lambda: out.backward(upstream))
-    assert backward.largest < t * t
+    assert max(forward.largest, backward.largest) < t * t  # bytes: no mask, no scores
 
 
-def test_memory_of_a_window_is_linear(trace):
-    rows = rows_of([(1500, [1000, 1000])])
-    *tensors, upstream = attention_inputs(rows)
-    query, key, value = (x.requires_grad_() for x in tensors)
-    out, forward = trace(lambda: packed_attention(query, key, value, rows, window=64))
-    _, backward = trace(lambda: out.backward(upstream))
+def test_memory_of_a_window_is_linear(traced):
+    _, forward, backward = traced(rows_of([(1500, [1000, 1000])]), window=64)
     assert max(forward.peak, backward.peak) < 2500**2 // 2  # bytes: half a mask of the row
 
 
-def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
+def test_memory_of_a_softcap_is_a_few_blocks_of_scores(traced, monkeypatch):
     monkeypatch.setattr(pieces, "CPU_SCORE_BYTES", 256 << 10)
-    rows = rows_of([(300, [300, 300])])
-    *tensors, upstream = attention_inputs(rows)
-    query, key, value = (x.requires_grad_() for x in tensors)
-    out, forward = trace(lambda: packed_attention(query, key, value, rows, softcap=2.0))
-    _, backward = trace(lambda: out.backward(upstream))
-    for traced in (forward, backward):
-        assert traced.largest <= 256 << 10
-        assert traced.peak < 6 * (256 << 10)  # of 5 MiB of scores
+    _, *passes = traced(rows_of([(300, [300, 300])]), softcap=2.0)
+    for found in passes:
+        assert found.largest <= 256 << 10
+        assert found.peak < 6 * (256 << 10)  # of 5 MiB of scores
 
 
 def test_work_of_a_window_is_linear():

@@ -5,20 +5,43 @@ Each replaces a public function or property, by which all batches of all trainer
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from fastdpo import packing
-from fastdpo.models import attention, batch, head, parts
+from fastdpo.models import attention, batch, head, parts, scoring
 from fastdpo.models.examine import probe
 from fastdpo.packing import Layout
 from fastdpo.prefix_tree import Branch
 
 Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    """A function that raises an error, whatever it is given."""
+
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+    """Has some calls of a model raise an error behind the head, by their numbers from 0."""
+    stock, numbers = scoring.ScoredBatch, itertools.count()
+
+    def scored_batch(*args, **kwargs):
+        if next(numbers) in calls:
+            raise torch.OutOfMemoryError("planted")
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(scoring, "ScoredBatch", scored_batch)
 
 
 def in_layouts(edit: Callable[[Layout], Layout], *, probes: bool = True) -> Fault:

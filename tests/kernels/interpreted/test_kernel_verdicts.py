@@ -16,6 +16,7 @@ from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import notes, verdicts
 from fastdpo.ops.choice.verdicts import Kernel
 from fastdpo.ops.head import trials as head_trials
+from tests.support.faults import raising
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
@@ -35,13 +36,6 @@ TRIALS = {
 
 class OutOfResources(RuntimeError):
     """As Triton's."""
-
-
-def raising(error):
-    def launch(*args, **kwargs):
-        raise error
-
-    return launch
 
 
 def changed(launch, change):
@@ -130,9 +124,7 @@ def test_a_kernel_that_works_passes(name, dtype):
 def test_the_wait_for_the_first_kernels_is_announced(caplog):
     with caplog.at_level("INFO", "fastdpo"):
         logps_and_gradient()
-        assert [record.message for record in caplog.records] == [
-            "fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"
-        ]
+        assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
         caplog.clear()
         forget()  # another process
         logps_and_gradient()
@@ -146,7 +138,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(fault, plant, caplog, 
     launches.clear()
     assert_right()
     assert not launches
-    (message,) = (record.message for record in caplog.records)
+    (message,) = caplog.messages
     assert message.startswith("fastdpo: the kernel token_logps is disabled on cpu (cpu), torch.float32, and PyTorch")
     assert reason in message
 
@@ -182,7 +174,7 @@ def test_attention_that_fails_is_computed_in_pieces(launcher, monkeypatch, caplo
     for op in (ops.packed_attention, ops.packed_attention, definitions.packed_attention):
         gradients += torch.autograd.grad(op(query, key, key, rows).square().sum(), query)
     torch.testing.assert_close(gradients[0], gradients[2])
-    (message,) = (record.message for record in caplog.records)
+    (message,) = caplog.messages
     assert "kernel packed_attention is disabled" in message
     assert "d 8, d_v 8, heads 4, key_heads 2, windowed False, capped False" in message
     monkeypatch.setenv(routes.VARIABLE, "triton")

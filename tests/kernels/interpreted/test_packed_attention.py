@@ -5,7 +5,7 @@ in plain PyTorch. The tests in tests/ops also run with the kernels (`--device in
 """
 
 import sys
-from functools import partial, partialmethod
+from functools import partialmethod
 
 import pytest
 import torch
@@ -33,13 +33,6 @@ HEADS = {"grouped": (4, 2, 16, 16), "narrow": (3, 1, 12, 12), "wide values": (4,
 def inputs_of(heads, dtype=torch.float32):
     h, h_kv, d, d_v = HEADS[heads]
     return [torch.randn(TOKENS, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """A function that replaces the libraries by stand-ins, which support the CPU."""
-    yield partial(flash_libraries.install, monkeypatch)
-    flash_libraries.forget()
 
 
 @pytest.fixture(params=routes.BACKENDS)

@@ -15,6 +15,7 @@ from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
 from fastdpo.ops.head import passes, row_warps
+from tests.support.faults import raising
 
 CPU = torch.device("cpu")
 CALL = Kernel("op", CPU, torch.bfloat16, ("D 8",))
@@ -66,13 +67,6 @@ def clock(monkeypatch):
     return plant
 
 
-def raising(error):
-    def run(*args, **kwargs):
-        raise error
-
-    return run
-
-
 def candidate(name, run=lambda: None, failure=None):
     return Candidate(name, run, lambda: failure)
 
@@ -95,7 +89,7 @@ def test_the_fastest_candidate_is_chosen(times, chosen, clock, caplog):
     assert len(ran) == 3 * (1 + tuning.ROUNDS)
     assert choose() == chosen
     assert len(ran) == 3 * (1 + tuning.ROUNDS)
-    (message,) = (record.message for record in caplog.records)
+    (message,) = caplog.messages
     assert message.startswith(f"fastdpo: op torch.bfloat16 D 8: {chosen} (a: 10.000 ms; b: ")
 
 
