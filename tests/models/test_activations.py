@@ -11,9 +11,6 @@ from types import ModuleType
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -29,12 +26,13 @@ from fastdpo.models.running.activations import FLAG, Room
 from fastdpo.models.state import state_of
 from fastdpo.ops import memory
 from fastdpo.ops.attention import packed_attention
-from tests.models.test_graphs import batch, loss_of
+from tests.models.test_graphs import batch, loss_of, with_adapters
 from tests.support.comparison import tiny
 from tests.support.faults import out_of_memory
 from tests.support.fuzzing import VARIABLE
 from tests.support.kernels import recorder
 from tests.support.models.families import tiny_family
+from tests.support.models.sharded import sharded
 from tests.support.ref_logps import ranks
 from tests.support.stand_ins.activation_memory import PROFILES, Device, Simulation, drawn, least_device, world_of
 
@@ -113,11 +111,6 @@ def llama(**config):
     return tiny(AutoModelForCausalLM, "llama", 97, num_hidden_layers=4, **config)
 
 
-def with_adapters(model=None, **options):
-    config = LoraConfig(**dict(target_modules="all-linear", init_lora_weights=False) | options)
-    return get_peft_model(model or llama(), config)
-
-
 def half_frozen():
     model = llama()
     for layer in model.model.layers[:2]:
@@ -130,11 +123,13 @@ MODELS = {
     "full": llama,
     "full in bfloat16": lambda: llama().bfloat16(),
     "lower layers frozen": half_frozen,
-    "LoRA": with_adapters,
-    "LoRA in bfloat16": lambda: with_adapters().bfloat16(),
-    "LoRA with dropout": lambda: with_adapters(lora_dropout=0.3),
-    "LoRA in upper layers": lambda: with_adapters(layers_to_transform=[2], target_modules=["q_proj", "up_proj"]),
-    "DoRA": lambda: with_adapters(use_dora=True),
+    "LoRA": lambda: with_adapters(llama()),
+    "LoRA in bfloat16": lambda: with_adapters(llama()).bfloat16(),
+    "LoRA with dropout": lambda: with_adapters(llama(), lora_dropout=0.3),
+    "LoRA in upper layers": lambda: with_adapters(
+        llama(), layers_to_transform=[2], target_modules=["q_proj", "up_proj"]
+    ),
+    "DoRA": lambda: with_adapters(llama(), use_dora=True),
     "experts": lambda: tiny_family("mixtral", num_hidden_layers=4),
     "experts, LoRA": lambda: with_adapters(tiny_family("qwen3_moe", num_hidden_layers=4)),
     "windows": lambda: tiny_family("gemma2"),
@@ -359,7 +354,7 @@ def test_left_alone(monkeypatch, case):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_without_random_states_a_model_with_dropout_is_left_alone(monkeypatch, dropout):
     """Its recompute draws other masks than its forward, and kept layers would give other gradients."""
-    make = partial(checkpointed, lambda: with_adapters(lora_dropout=dropout), preserve_rng_state=False)
+    make = partial(checkpointed, lambda: with_adapters(llama(), lora_dropout=dropout), preserve_rng_state=False)
     _, kept, *_ = train(fastdpo.prepare(make()), monkeypatch, "all layers")
     assert (sum(kept) > 0) == (dropout == 0.0)
 
@@ -464,13 +459,7 @@ def test_ranks_that_keep_different_numbers_of_layers(monkeypatch, tmp_path, engi
         torch.manual_seed(0)
         inner = checkpointed(MODELS[name])
         fastdpo.prepare(inner)
-        if engine == "ddp":
-            model = DistributedDataParallel(inner)
-        else:
-            model, mesh = inner, init_device_mesh("cpu", (2,))
-            for layer in base_model(inner).model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+        model = DistributedDataParallel(inner) if engine == "ddp" else sharded(inner)
         optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.01)
         found, kept = [], []
         for i in range(8):
@@ -499,7 +488,3 @@ def test_ranks_that_keep_different_numbers_of_layers(monkeypatch, tmp_path, engi
 
 def local(x):
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def base_model(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

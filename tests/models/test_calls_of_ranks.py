@@ -6,8 +6,6 @@ import functools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import fastdpo
@@ -19,6 +17,7 @@ from fastdpo.packing import IGNORE_INDEX
 from fastdpo.reasons import Reason
 from tests.integrations.test_custom_loops import own_logps
 from tests.support.comparison import assert_same_gradients
+from tests.support.models.sharded import sharded
 from tests.support.ref_logps import ranks
 from tests.support.trl.dpo import tiny_model
 
@@ -64,9 +63,7 @@ def train(case: str, rank: int, shard: bool) -> tuple[list[torch.Tensor], dict[s
     """The log-probabilities of each call, gradients, and the path of each call."""
     model = tiny_model()
     if shard:
-        mesh = init_device_mesh("cpu", (2,))
-        for unit in (*model.model.layers, model):
-            fully_shard(unit, mesh=mesh)
+        sharded(model)
         request = ForwardOptions(TRAINER, "policy", outputs=("mean_logits",))
         output = functools.partial(ScoredRows.of, model.config)
         forward.install(model, request, output, prior_scores=False)

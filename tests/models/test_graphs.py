@@ -177,7 +177,7 @@ def llama(**config):
 
 
 def with_adapters(model=None, **options):
-    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, **options)
+    config = LoraConfig(**dict(target_modules="all-linear", init_lora_weights=False) | options)
     return get_peft_model(model or llama(), config)
 
 
@@ -290,10 +290,16 @@ def test_ways_to_train(do):
     assert len({twins.compare(given, do) for given in BATCHES[2:] * 2}) == 1
 
 
-def test_a_weight_that_was_written_to_before_the_backward(recorder):
+def trained(batches=BATCHES):
+    """A model that was trained on batches: the second one is recorded, and later ones are replayed."""
     model = fastdpo.prepare(llama())
-    for given in BATCHES:
+    for given in batches:
         step(model, given)
+    return model
+
+
+def test_a_weight_that_was_written_to_before_the_backward(recorder):
+    model = trained()
     loss = loss_of(model, BATCHES[0])
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
@@ -302,9 +308,7 @@ def test_a_weight_that_was_written_to_before_the_backward(recorder):
 
 
 def test_a_forward_without_a_backward_keeps_no_model(recorder):
-    model = fastdpo.prepare(llama())
-    for given in BATCHES:
-        step(model, given)
+    model = trained()
     loss_of(model, BATCHES[0])
     weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     del model

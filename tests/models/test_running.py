@@ -12,7 +12,7 @@ from fastdpo.models.running import runner as running
 from fastdpo.models.running.pace import Pace
 from fastdpo.models.state import state_of
 from fastdpo.ops.choice import notes
-from tests.models.test_graphs import BATCHES, batch, gradients, llama, loss_of, replays, step
+from tests.models.test_graphs import BATCHES, batch, gradients, llama, loss_of, replays, step, trained
 from tests.support.faults import out_of_memory, raising
 from tests.support.kernels import recorder as recording
 
@@ -248,15 +248,13 @@ def test_a_batch_without_memory_runs_again_without_recordings(monkeypatch, recor
 
 def test_a_reference_without_memory_takes_back_what_the_policy_has_recorded(monkeypatch, recorder, caplog):
     """Between forward and backward of the policy, whose gradients stay what they are."""
-    policy, reference, other = (fastdpo.prepare(llama()) for _ in range(3))
-    for given in BATCHES:
-        step(policy, given)
-        expected = step(other, given)
+    policy, reference = trained(), fastdpo.prepare(llama())
+    expected = step(trained(BATCHES[:-1]), BATCHES[-1])
     policy.zero_grad()
-    loss = loss_of(policy, given)
+    loss = loss_of(policy, BATCHES[-1])
     out_of_memory(monkeypatch, 0)
     with torch.no_grad():
-        loss_of(reference, given)
+        loss_of(reference, BATCHES[-1])
     loss.backward()
     assert_close(gradients(policy), {name: x for name, x in expected.items() if name != "loss"})
     del loss
@@ -281,9 +279,7 @@ def test_a_trial_of_a_recording_runs_one_batch(monkeypatch, recorder):
     monkeypatch.setattr(running.graphs.Recording, "fill", noted(running.graphs.Recording.fill))
     monkeypatch.setattr(running.graphs, "run_layers", noted(running.graphs.run_layers))
     monkeypatch.setattr(running.pace, "seconds", seconds)
-    model = fastdpo.prepare(llama())
-    for given in BATCHES[:3]:
-        step(model, given)
+    trained(BATCHES[:3])
     assert len(timed) == 4 * recorder.made // 2
     assert all(torch.equal(*pair) for pair in zip(timed[::2], timed[1::2], strict=True))
     assert all(x.shape[1] % 16 for x in timed)
@@ -308,10 +304,8 @@ def test_compiled_layers_are_tried_by_replays_where_calls_replay(speed, monkeypa
 
 def test_recordings_leave_room(monkeypatch, recorder, caplog):
     """Without it, those that exist are replayed, and no other one is made."""
-    model = fastdpo.prepare(llama())
     long = batch((40, 20, 20))
-    for given in (*BATCHES[:2], long):
-        step(model, given)
+    model = trained([*BATCHES[:2], long])
     monkeypatch.setattr(running.graphs, "has_room", lambda device: False)
     before = replays()
     for given in (long, long, *BATCHES[:2]):
@@ -338,9 +332,7 @@ def test_an_allocator_that_does_not_say_what_is_free(monkeypatch, recorder, capl
 
     error = RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
     monkeypatch.setattr(running.graphs, "has_room", raising(error))
-    model = fastdpo.prepare(llama())
-    for given in BATCHES:
-        step(model, given)
+    trained()
     assert recorder.made == 0
     (line,) = [x for x in caplog.messages if "no CUDA graphs" in x]
     assert "Calling snapshot with backend:cudaMallocAsync is not meaningful" in line

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdpo
 from fastdpo.packing import IGNORE_INDEX
 from tests.support.comparison import double
 from tests.support.models.families import tiny_family
+from tests.support.models.sharded import sharded
 from tests.support.ref_logps import ranks as run_ranks
 from tests.support.trl.dpo import tiny_model
 
@@ -123,10 +123,7 @@ class Step(NamedTuple):
 
 def wrapped(model: nn.Module, engine: str) -> nn.Module:
     if engine == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        return sharded(model)
     return DistributedDataParallel(model) if engine == "ddp" else model
 
 

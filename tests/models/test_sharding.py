@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import fastdpo
 from fastdpo.models import forward
@@ -12,6 +11,7 @@ from fastdpo.models.examine import probe
 from fastdpo.models.state import ForwardOptions
 from tests.integrations.test_custom_loops import own_logps
 from tests.support.models.planted import PLANTED, Scaled, in_layers
+from tests.support.models.sharded import sharded
 from tests.support.trl.dpo import tiny_model
 
 NAME = "a model that is sharded later"
@@ -22,10 +22,7 @@ def test_a_model_is_examined_again_once_it_is_sharded(mesh):
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
     forward.install(model, ForwardOptions(NAME, "policy"), lambda rows, _: rows.logps.logps, prior_scores=False)
     whole = model(**inputs)
-    for unit in (*model.model.layers, model):
-        fully_shard(unit, mesh=mesh)
-    sharded = model(**inputs)
-    torch.testing.assert_close(sharded, whole)
+    torch.testing.assert_close(sharded(model, mesh)(**inputs), whole)
     paths = {path: n for (name, _, path), n in fastdpo.calls.items() if name == NAME}
     assert paths == {"fused": 2}
 
@@ -45,8 +42,7 @@ def test_a_sharded_model_with_more_than_weights(mesh, name, caplog):
     for is_ours in (False, True):
         model = tiny_model().double().train()
         PLANTED[name].plant(model)
-        for unit in (*model.model.layers, model):
-            fully_shard(unit, mesh=mesh)
+        sharded(model, mesh)
         if is_ours:
             fastdpo.prepare(model)
         found = []
@@ -66,9 +62,7 @@ def test_sharded_layers_of_other_code_run_padded_where_they_were_not_examined(me
     monkeypatch.setattr(probe, "LONG", 100)
     model = tiny_model().train()
     in_layers(Scaled)(model)
-    for unit in (*model.model.layers, model):
-        fully_shard(unit, mesh=mesh)
-    fastdpo.prepare(model)
+    fastdpo.prepare(sharded(model, mesh))
     before = Counter(fastdpo.calls)
     for length in (20, 30):
         ids = torch.randint(97, (4, length), generator=torch.Generator().manual_seed(0))

@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import keys
 from fastdpo.ref_logps.shards import MISSING, Shards
+from tests.support.models.sharded import sharded
 from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -61,13 +61,7 @@ def test_engines_whose_forward_passes_are_collective(tmp_path, engine):
     def work(_: int):
         model = tiny_model()
         model.register_buffer("unused", torch.zeros(1))  # DDP broadcasts buffers in each forward
-        if engine == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+        model = DistributedDataParallel(model) if engine == "ddp" else sharded(model)
         return counted(model, rows, cache_dir=tmp_path / "cache", tokens_per_batch=1)
 
     for logps, calls in ranks(2, tmp_path / "ranks", work):
@@ -128,12 +122,7 @@ def test_the_key_depends_on_the_precision_of_fsdp_but_not_on_sharding(tmp_path):
     def work(_: int):
         digests = []
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
-            model = tiny_model()
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-            digests.append(keys.model_digest(model))
+            digests.append(keys.model_digest(sharded(tiny_model(), mp_policy=policy)))
         return digests
 
     for same, other in ranks(2, tmp_path, work):
