@@ -59,13 +59,13 @@ def with_compressed_activations(model):
 
 def test_gradients_are_examined_though_a_reference_was_called_first(probed):
     model = trained_adapter(with_compressed_activations(tiny_model()))
-    model.base_model.model.model.layers[0].mlp.up_proj.linear.weight.requires_grad_(True)
+    model.base_model.model.model.layers[0].mlp.up_proj.inner.weight.requires_grad_(True)
     fastdpo.prepare(model.train())
     with model.disable_adapter():
         model.requires_grad_(False)
         assert referred(model) == "fused"
     model.set_adapter("default")
-    model.base_model.model.model.layers[0].mlp.up_proj.linear.weight.requires_grad_(True)
+    model.base_model.model.model.layers[0].mlp.up_proj.inner.weight.requires_grad_(True)
     assert scored(model) == "stock"
     assert len(probed) == 2
 
@@ -81,7 +81,7 @@ def test_a_policy_that_was_examined_is_not_examined_as_its_own_reference(probed)
 
 def test_gradients_of_parameters_that_are_unfrozen_are_examined(probed):
     model = with_compressed_activations(tiny_model()).train()
-    weights = [layer.mlp.up_proj.linear.weight for layer in model.model.layers]
+    weights = [layer.mlp.up_proj.inner.weight for layer in model.model.layers]
     for weight in weights:
         weight.requires_grad_(False)
     fastdpo.prepare(model)

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from tests.support.models.planted import Wrapped
 from tests.support.trl.dpo import LORA, WORDS
 
 Operation = Callable[[PreTrainedModel], None]
@@ -114,15 +115,7 @@ def hook_of_gradients(model: PreTrainedModel) -> None:
         weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-class Around(nn.Module):
-    """A layer around another one."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-
-class ReadsPositions(Around):
+class ReadsPositions(Wrapped):
     def forward(self, hidden):
         output = self.inner(hidden)
         return torch.cat([output[:, :1] + 1.0, output[:, 1:]], 1)
@@ -133,7 +126,7 @@ def layer_that_reads_positions(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = ReadsPositions(model.model.layers[0].mlp)
 
 
-class ReadsShapes(Around):
+class ReadsShapes(Wrapped):
     def forward(self, hidden):
         if len(hidden) % 2:
             raise ValueError("an even number of rows was expected")
@@ -148,7 +141,7 @@ def layer_that_reads_shapes(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = ReadsShapes(model.model.layers[0].mlp)
 
 
-class Halved(Around):
+class Halved(Wrapped):
     def forward(self, hidden):
         return self.inner(hidden) * 0.5
 

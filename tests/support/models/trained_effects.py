@@ -60,13 +60,9 @@ class MeanOfTokens(torch.autograd.Function):
         return gradient @ weight, torch.outer(gradient.sum((0, 1)), mean)
 
 
-class Compressed(nn.Module):
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.linear = linear
-
+class Compressed(Wrapped):
     def forward(self, hidden: Tensor) -> Tensor:
-        return MeanOfTokens.apply(hidden, self.linear.weight)
+        return MeanOfTokens.apply(hidden, self.inner.weight)
 
 
 def balanced_experts(model: PreTrainedModel) -> None:
