@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 from fastdpo.commands import doctor
 from fastdpo.commands.doctor import FAILED, OFF, OK
@@ -14,6 +14,7 @@ from fastdpo.ops.choice import notes, tuning
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
 from tests.support.programs.workload import TINY
+from tests.support.trl.dpo import tiny_model
 from tests.support.trl.reward import reward_model
 
 CPU = torch.device("cpu")
@@ -96,16 +97,11 @@ def test_trainers_that_nobody_asked_for_may_be_missing(monkeypatch):
     assert "  ok      trl.DPOTrainer" in doctor.as_text(report)
 
 
-def llama(**options):
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **options))
-
-
 BLOOM = dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
 
 
 def test_a_model_with_dropout():
-    model = llama().eval()
+    model = tiny_model().eval()
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
     findings = list(doctor.model_findings(model))
     assert statuses(findings) == {"packing and fused head": OK, "shared prompts": OK}
@@ -117,7 +113,7 @@ def test_a_model_with_dropout():
     ("name", "model", "reason"),
     [
         ("packing and fused head", lambda: BloomForCausalLM(BloomConfig(**BLOOM)), "its attention"),
-        ("packing and fused head", lambda: llama(attention_dropout=0.1), "attention dropout is active"),
+        ("packing and fused head", lambda: tiny_model(attention_dropout=0.1), "attention dropout is active"),
         ("packing", lambda: reward_model(num_labels=3), "[several-labels]"),
         ("packing", lambda: reward_model(attention_dropout=0.1), "[attention-dropout]"),
     ],

@@ -113,15 +113,16 @@ def results(
     return {**found, **gradients}
 
 
-def assert_accurate(case: Head, op, definition, leaves, trained, weights, noise, linear, **options) -> None:
-    """Asserts that results and gradients are as accurate as those of plain PyTorch.
+def assert_accurate(case: Head, op: str, leaves, trained, weights, noise, linear, **options) -> None:
+    """Asserts that results and gradients of an op are as accurate as those of plain PyTorch.
 
     `noise` is what the rounding of logits does to probabilities, and `linear` what it does to the
     mean of logits, whose terms may cancel.
     """
     memory = {name: options.pop(name) for name in ("memory_budget", "inplace_backward") if name in options}
     wide = {name: x.double() for name, x in leaves.items()}
-    actual = results(case.layout, op, leaves, trained, weights, **options, **memory)
+    actual = results(case.layout, getattr(ops, op), leaves, trained, weights, **options, **memory)
+    definition = getattr(definitions, op)
     eager = results(case.layout, definition, leaves, trained, weights, **options)
     exact = results(case.layout, definition, wide, trained, weights, **options)
     assert actual.keys() == exact.keys()
@@ -136,12 +137,9 @@ def check_logits(case: Head) -> None:
     logits = source.normal(case.n, case.v, dtype=case.dtype, scale=case.scale)
     targets = targets_of(case, source)
     weights = {name: source.normal(case.n) for name in ("logps", "entropy")}
-    leaves = {"logits": logits}
     options = dict(case.transform, targets=targets, outputs=case.statistics)
     noise, linear = (noise_of(accumulation_dtype(case.dtype), scores) for scores in (6 * case.scale, 0))
-    assert_accurate(
-        case, ops.token_logps, definitions.token_logps, leaves, ("logits",), weights, noise, linear, **options
-    )
+    assert_accurate(case, "token_logps", {"logits": logits}, ("logits",), weights, noise, linear, **options)
 
 
 def head_of(case: Head, source: Source) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -164,7 +162,7 @@ def check_head(case: Head) -> None:
     targets = targets_of(case, source)
     weights = {name: source.normal(case.n) for name in ("logps", "entropy")}
     options = dict(case.transform, targets=targets, outputs=case.statistics, memory_budget=budget_of(case))
-    assert_accurate(case, ops.linear_logps, definitions.linear_logps, leaves, trained, weights, *case.noise, **options)
+    assert_accurate(case, "linear_logps", leaves, trained, weights, *case.noise, **options)
 
 
 def bounds_of(case: Head, source: Source, sequences: int) -> Tensor:
@@ -180,16 +178,7 @@ def check_sequences(case: Head) -> None:
     bounds = bounds_of(case, source, case.sequences)
     weights = {"logps": source.normal(case.sequences)}
     options = dict(case.transform, targets=targets, cu_seqlens=bounds, memory_budget=budget_of(case))
-    assert_accurate(
-        case,
-        ops.linear_sequence_logps,
-        definitions.linear_sequence_logps,
-        leaves,
-        trained,
-        weights,
-        *case.noise,
-        **options,
-    )
+    assert_accurate(case, "linear_sequence_logps", leaves, trained, weights, *case.noise, **options)
 
 
 CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", NUMBERS, (), False, 0.0, 1)

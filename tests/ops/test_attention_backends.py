@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+pytest.importorskip("triton")
+
+from fastdpo.kernels import attention_blocks, gather_keys, packed_attention, packed_attention_backward
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, Kind, rows_of
 from fastdpo.ops.attention.flash import varlen_layout
@@ -34,7 +37,6 @@ def call_on_gpu(dtype):
 
 def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplog):
     """But not that of a probed model: one with float32 weights is trained under autocast, and probed without."""
-    pytest.importorskip("triton")
     routes.forget()
     monkeypatch.delenv(routes.VARIABLE, raising=False)
     arguments = call_on_gpu(torch.float32)
@@ -47,7 +49,6 @@ def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplo
 
 
 def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monkeypatch):
-    pytest.importorskip("triton")
     triton = routes.BACKENDS["triton"]
     for dtype in (torch.float16, torch.bfloat16):
         assert triton.unsupported_reason(call_on_gpu(dtype)[0]) is None
@@ -57,7 +58,6 @@ def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monke
 
 
 def test_a_selected_triton_refuses_float32(monkeypatch):
-    pytest.importorskip("triton")
     monkeypatch.setenv(routes.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match=r"got triton: it needs float16 or bfloat16; got torch\.float32"):
         routes.chosen(*call_on_gpu(torch.float32))
@@ -65,9 +65,6 @@ def test_a_selected_triton_refuses_float32(monkeypatch):
 
 def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     """Its default differs between versions of Triton."""
-    pytest.importorskip("triton")
-    from fastdpo.kernels import attention_blocks, gather_keys, packed_attention, packed_attention_backward
-
     launches = {}
 
     class Recorder:
@@ -113,12 +110,9 @@ def rows_of_pairs(pairs, header, prompt, completion):
 @pytest.mark.parametrize(("pairs", "header"), [(2, 0), (16, 0), (8, 200), (20, 200), (20, 64)])
 def test_programs_of_keys_share_the_readers_of_a_header(pairs, header, window):
     """Every block of queries that sees keys is read once; no program is much longer than the mean of 256."""
-    pytest.importorskip("triton")
-    from fastdpo.kernels.attention_blocks import kernel_configs
-
     rows, key_heads = rows_of_pairs(pairs, header, 312, 301), 8
     tokens = int(rows[-1, 2:].sum())
-    blocks = layout_blocks(rows_of(rows, tokens), 32, key_heads, window, kernel_configs(128, 128, 9))
+    blocks = layout_blocks(rows_of(rows, tokens), 32, key_heads, window, attention_blocks.kernel_configs(128, 128, 9))
     rows, pieces = rows.tolist(), blocks.pieces.tolist()
 
     def turns(row, first, reader):
