@@ -9,10 +9,10 @@ import os
 import re
 import sys
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -329,42 +329,36 @@ def test_a_prepared_layout_follows_the_settings(libraries, tuned, monkeypatch):
     assert prepared(*inputs()) == "flash-attn-3"
 
 
-class Failing:
-    """The forward or the backward of a library raises an error from some call on."""
-
-    def __init__(self, monkeypatch, names, method, error):
-        self.calls = 0
-        for name in names:
-            functions, _ = flash.load(routes.BACKENDS[name])
-            monkeypatch.setattr(functions, method, partial(self._fail, error))
-
-    def _fail(self, error, *arguments):
-        self.calls += 1
-        raise error
+def fail(monkeypatch, name, method, error):
+    """Has the forward or the backward of a library raise an error from now on, and returns what counts its calls."""
+    failing = Mock(side_effect=error)
+    functions, _ = flash.load(routes.BACKENDS[name])
+    monkeypatch.setattr(functions, method, failing)
+    return failing
 
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_library_that_fails_in_a_step_is_replaced_once(method, libraries, monkeypatch, caplog):
     assert_right(inputs())
-    failing = Failing(monkeypatch, ALL[:1], method, RuntimeError("no kernel image"))
+    failing = fail(monkeypatch, ALL[0], method, RuntimeError("no kernel image"))
     for _ in range(2):
         assert_right(inputs())
-    assert failing.calls == 1
+    assert failing.call_count == 1
     assert chosen(*inputs()) == "flash-attn-4"
     (message,) = caplog.messages
     replaced = "packed_attention: flash-attn-3 has failed and is replaced by flash-attn-4"
     assert message == f"fastdpo: {replaced}: RuntimeError: no kernel image"
-    Failing(monkeypatch, ALL[1:2], method, RuntimeError("no kernel image either"))
+    fail(monkeypatch, ALL[1], method, RuntimeError("no kernel image either"))
     with pytest.raises(RuntimeError, match="no kernel image either"):
         assert_right(inputs())
 
 
 def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_without_one(libraries, monkeypatch):
     assert_right(inputs(), window=20)
-    failing = Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
+    failing = fail(monkeypatch, ALL[0], "forward", RuntimeError("no kernel image"))
     assert_right(inputs(), window=20)
     assert_right(inputs())
-    assert failing.calls == 1
+    assert failing.call_count == 1
     assert routes.replaced == {kind(): "flash-attn-3"}
 
 
@@ -375,7 +369,7 @@ def test_errors_that_replace_no_library(error, named, libraries, monkeypatch, ca
     """Running out of memory is no fault of it, and one that is named is wanted."""
     monkeypatch.setenv(routes.VARIABLE, named)
     assert_right(inputs())
-    Failing(monkeypatch, ALL[:1], "forward", error)
+    fail(monkeypatch, ALL[0], "forward", error)
     for _ in range(2):
         with pytest.raises(type(error), match="no kernel image"):
             assert_right(inputs())
@@ -389,7 +383,7 @@ def test_plain_products_take_the_place_of_the_last_backend(strict, libraries, mo
     for name in {*routes.BACKENDS} - {"torch"}:
         monkeypatch.delitem(routes.BACKENDS, name)
     assert_right(inputs())
-    Failing(monkeypatch, ["torch"], "forward", RuntimeError("no kernel image"))
+    fail(monkeypatch, "torch", "forward", RuntimeError("no kernel image"))
     if strict == "1":
         with pytest.raises(NotFused, match="torch has failed and is replaced by plain matrix products: RuntimeError"):
             assert_right(inputs())
@@ -402,7 +396,7 @@ def test_plain_products_take_the_place_of_the_last_backend(strict, libraries, mo
 def test_a_measured_choice_that_fails_is_not_made_again(libraries, tuned, monkeypatch, caplog):
     assert_right(inputs())
     assert chosen(*inputs()) == "flash-attn-2"
-    Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
+    fail(monkeypatch, "flash-attn-2", "backward", RuntimeError("no kernel image"))
     assert_right(inputs())
     assert chosen(*inputs()) == prepared(*inputs()) == "torch"
     assert "flash-attn-2 has failed and is replaced by torch: RuntimeError: no kernel image" in caplog.text

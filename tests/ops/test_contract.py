@@ -236,6 +236,12 @@ class Runner:
         return {x: value.detach() for x, value in results.items()} | gradients
 
 
+def outputs_of(call: Call, inputs: dict[str, Tensor], leaves: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, ...]:
+    """The results that the loss depends on, with leaves as the arguments that need a gradient."""
+    results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options, **options)
+    return (results,) if isinstance(results, Tensor) else tuple(getattr(results, x) for x in call.loss)
+
+
 @pytest.fixture
 def run(rows_of_a_tile, device):
     """With a vocabulary of one block where torch computes, and of two and a tail in kernels."""
@@ -301,13 +307,8 @@ def test_gradients_of_first_and_second_order(name, run):
     inputs, call = run.inputs(name, "few", torch.float64), CALLS[name]
     budget = {} if call.kept_rows is None else {"memory_budget": call.kept_rows * 24 * 8}
     leaves = [inputs[x].requires_grad_() for x in call.needs]
-
-    def differentiable(*leaves):
-        results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options, **budget)
-        return results if isinstance(results, Tensor) else tuple(getattr(results, x) for x in call.loss)
-
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(differentiable, leaves, fast_mode="attention" in name)
+        assert check(lambda *leaves: outputs_of(call, inputs, leaves, **budget), leaves, fast_mode="attention" in name)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
@@ -318,8 +319,7 @@ def test_transforms(name, run):
     leaves = [inputs[x] for x in call.needs]
 
     def result(*leaves):
-        results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options)
-        return results if isinstance(results, Tensor) else sum(getattr(results, x) for x in call.loss)
+        return sum(outputs_of(call, inputs, leaves))
 
     trained = [x.clone().requires_grad_() for x in leaves]
     upstream = weights(result(*trained), torch.float64)
@@ -344,8 +344,7 @@ def test_compiled_transforms(name, run):
 
     def gradients(*leaves):
         def loss(*leaves):
-            results = call.op(**inputs | dict(zip(call.needs, leaves, strict=True)), **call.options)
-            return (results if isinstance(results, Tensor) else results.logps).sum()
+            return sum(x.sum() for x in outputs_of(call, inputs, leaves))
 
         return torch.func.grad(loss, tuple(range(len(leaves))))(*leaves)
 

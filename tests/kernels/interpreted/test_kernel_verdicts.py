@@ -110,6 +110,11 @@ def logps_and_gradient(op=ops.token_logps):
     return logps.detach(), *torch.autograd.grad(logps.sum(), logits)
 
 
+def in_another_process():
+    forget()
+    logps_and_gradient()
+
+
 def assert_right():
     for found, exact in zip(logps_and_gradient(), logps_and_gradient(definitions.token_logps), strict=True):
         torch.testing.assert_close(found, exact)
@@ -126,8 +131,7 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
         logps_and_gradient()
         assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
         caplog.clear()
-        forget()  # another process
-        logps_and_gradient()
+        in_another_process()
     assert not caplog.records  # the notes of the first process spare it the trial
 
 
@@ -194,8 +198,7 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
     for _ in range(2):
         logps_and_gradient()
     assert len(trials) == 1
-    forget()  # another process
-    logps_and_gradient()
+    in_another_process()
     assert len(trials) == 1
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["passed"] == ["token_logps torch.float32"]
@@ -207,8 +210,7 @@ def test_a_change_of_the_environment_tries_again(name, monkeypatch):
     logps_and_gradient()
     changed_environment = notes.environment(CPU) | {name: "other"}
     monkeypatch.setattr(notes, "environment", lambda device: changed_environment)
-    forget()
-    logps_and_gradient()
+    in_another_process()
     assert len(trials) == 2
 
 
@@ -216,8 +218,7 @@ def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
     trials = counting(monkeypatch, verdicts.outcome)
     plant("does not fit")
     for _ in range(2):
-        forget()
-        logps_and_gradient()
+        in_another_process()
     assert len(trials) == 2
     assert not list(tmp_path.iterdir())
 
@@ -229,8 +230,7 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     noted = path.read_text()
     path.write_text(content)
-    forget()
-    logps_and_gradient()
+    in_another_process()
     assert len(trials) == 2
     assert path.read_text() == noted
 
@@ -240,8 +240,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monke
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "file" / "cache"))
     trials = counting(monkeypatch)
     for _ in range(2):
-        forget()
-        logps_and_gradient()
+        in_another_process()
     assert len(trials) == 2
     assert caplog.text.count("each process tries the kernels again") == 1
 
