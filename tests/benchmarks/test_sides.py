@@ -96,14 +96,16 @@ def test_a_side_proves_what_it_says(mode, options, other, message, checked):
         side.prove()
 
 
+class OnTheHost(TrainerStep):
+    """Proves no launch of a kernel."""
+
+    LAUNCHES = False
+
+
 def test_a_side_with_graphs_replays_them(checked, monkeypatch):
     """In the place of a GPU."""
-
-    class Replays(TrainerStep):
-        LAUNCHES = False
-
     recorder.install(monkeypatch)
-    side = checked(Replays, "fastdpo", graphs=True)
+    side = checked(OnTheHost, "fastdpo", graphs=True)
     side.step(0)
     side.prove()
     calls.calls["trl.DPOTrainer", "policy", "fused"] += 1
@@ -113,14 +115,10 @@ def test_a_side_with_graphs_replays_them(checked, monkeypatch):
 
 def test_a_side_that_decides_trains_until_it_has(checked, monkeypatch):
     """In the place of a GPU, with recordings that always pay."""
-
-    class Decides(TrainerStep):
-        LAUNCHES = False
-
     recorder.install(monkeypatch)
     monkeypatch.setattr(trainer, "SETTLING", 12)
     monkeypatch.setattr(pace, "COMPILING_SECONDS", float("inf"))
-    side = checked(Decides, "fastdpo", decides=True)
+    side = checked(OnTheHost, "fastdpo", decides=True)
     assert pace.training().done == trainer.SETTLING
     assert pace.training().left == trainer.STEPS_LEFT - trainer.SETTLING - 2  # those in which tokens were counted
     side.step(0)

@@ -39,10 +39,11 @@ def test_the_command_starts_without_trl(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
+def run_suite(suite: str, tmp_path: Path, *options: str, code: int = 0) -> dict:
+    """The result of a run, which ends with a code."""
     out = tmp_path / "result.json"
-    code = run.main(["--suite", suite, "--quick", "--threads", "1", "--json", str(out), *options])
-    return code, json.loads(out.read_text())
+    assert run.main(["--suite", suite, "--quick", "--threads", "1", "--json", str(out), *options]) == code
+    return json.loads(out.read_text())
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def run_cases(monkeypatch, tmp_path):
     """Runs cases in the place of those of a suite."""
     monkeypatch.syspath_prepend(HERE)
 
-    def run_them(suite: str, cases: list[Case], *options: str) -> tuple[int, dict]:
+    def run_them(suite: str, cases: list[Case], *options: str, code: int = 0) -> dict:
         monkeypatch.setitem(SUITES, suite, dataclasses.replace(SUITES[suite], cases=lambda quick: cases))
-        return run_suite(suite, tmp_path, *options)
+        return run_suite(suite, tmp_path, *options, code=code)
 
     return run_them
 
@@ -97,10 +98,9 @@ def without_compiling(suite: Suite) -> Suite:
 def test_a_suite(suite, cases, tmp_path, capsys, monkeypatch, pytestconfig):
     if pytestconfig.getoption("quick"):
         monkeypatch.setitem(SUITES, suite, without_compiling(SUITES[suite]))
-    code, result = run_suite(suite, tmp_path, "--cases", cases, "--rounds", "1")
+    result = run_suite(suite, tmp_path, "--cases", cases, "--rounds", "1")
     sides = [side for case in result["cases"] for side in case["sides"].values()]
     assert {side["status"] for side in sides} <= {"measured", "unavailable"}
-    assert code == 0
     for side in sides:
         if side["status"] == "measured":
             assert not side["compared"] or side["checks"]
@@ -138,9 +138,7 @@ def test_a_suite(suite, cases, tmp_path, capsys, monkeypatch, pytestconfig):
     ],
 )
 def test_steps_of_hybrid_models(architecture, tmp_path):
-    code, result = run_suite("hybrid", tmp_path, "--rounds", "1", "--cases", architecture)
-    assert code == 0
-    (case,) = result["cases"]
+    (case,) = run_suite("hybrid", tmp_path, "--rounds", "1", "--cases", architecture)["cases"]
     tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
     assert tokens[SUBJECT] < tokens[step.LABELLED]
 
@@ -181,9 +179,7 @@ def test_steps_of_models_in_bfloat16(case, run_cases):
     """
     work = step.build_gpu_cases(quick=True)[case]
     work = dataclasses.replace(work, sides=tuple(side for side in work.sides if side.name != step.STOCK_COMPILED))
-    code, result = run_cases("step", [work], "--rounds", "1", "--one-by-one")
-    assert code == 0
-    sides = result["cases"][0]["sides"]
+    sides = run_cases("step", [work], "--rounds", "1", "--one-by-one")["cases"][0]["sides"]
     on_gpus = {step.STOCK_LIGER, step.LIGER, step.GRAPHS, step.GRAPHS_OF_COMPILED, step.AUTO}
     absent = {*step.STOCK_FLASH.values(), *on_gpus}
     measured = {step.STOCK, step.UNSHARED, SUBJECT, step.LAYERS_COMPILED}
@@ -206,6 +202,14 @@ def test_steps_with_checkpointing_compute_layers_twice(checkpointing):
 WORK = HeadWorkload(n=16, v=50, d=8, trainable=True)
 
 
+@pytest.fixture(params=[False, True])
+def in_process(request, monkeypatch) -> bool:
+    """Whether sides run in this process, or in others."""
+    if request.param:
+        monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
+    return request.param
+
+
 def head_side(name: str) -> Side:
     return Side(name, "benchmarks.sides.heads:HeadStep", WORK, {"peer": name})
 
@@ -213,8 +217,7 @@ def head_side(name: str) -> Side:
 def test_a_faulty_side_gets_no_time(run_cases, capsys):
     faulty = [Side(name, f"sabotaged:{name}", WORK) for name in ("Wrong", "Incomplete", "NaN", "Dies", "Raises")]
     case = Case("a case", "group", (*faulty, head_side("plain PyTorch"), head_side(SUBJECT)))
-    code, result = run_cases("head", [case])
-    assert code == 1
+    result = run_cases("head", [case], code=1)
     (case,) = result["cases"]
     status = {name: side["status"] for name, side in case["sides"].items()}
     assert status == {
@@ -234,14 +237,9 @@ def test_a_faulty_side_gets_no_time(run_cases, capsys):
     assert "incorrect: gradient of hidden states: error 1.0e-03" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_a_side_that_runs_out_of_memory_is_a_result(in_process, run_cases, monkeypatch, capsys):
+def test_a_side_that_runs_out_of_memory_is_a_result(in_process, run_cases, capsys):
     case = Case("a case", "group", (Side("plain", "sabotaged:NeedsMemory", WORK), head_side(SUBJECT)))
-    if in_process:
-        monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
-    code, result = run_cases("head", [case])
-    assert code == 0
-    plain, subject = result["cases"][0]["sides"].values()
+    plain, subject = run_cases("head", [case])["cases"][0]["sides"].values()
     assert (plain["status"], plain["reason"]) == ("out of memory", "tried to allocate 180 GiB")
     assert subject["status"] == "measured"
     assert "plain: out of memory: tried to allocate 180 GiB" in capsys.readouterr().out
@@ -252,7 +250,6 @@ def test_a_pattern_that_matches_no_case_is_an_error():
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
 
 
-@pytest.mark.parametrize("in_process", [False, True])
 def test_a_run_ends_after_its_seconds(in_process, run_cases, monkeypatch, capsys):
     """With what it has: the sides that were checked in time, the passes over their batches that have begun, and no
     further case. What takes too long in another process ends.
@@ -263,14 +260,10 @@ def test_a_run_ends_after_its_seconds(in_process, run_cases, monkeypatch, capsys
     clock = SimpleNamespace(monotonic=partial(next, itertools.chain(before[1:], passes, itertools.repeat(passes[-1]))))
     for module in (run, case_runner):
         monkeypatch.setattr(module, "time", clock)
-    if in_process:
-        monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
     cases = [Case(name, "group", (head_side(SUBJECT), Side("slow", "sabotaged:Slow", WORK))) for name in ("a", "b")]
     began = time.monotonic()
-    code, result = run_cases("head", cases, "--rounds", "5", "--seconds", str(seconds))
+    (case,) = run_cases("head", cases, "--rounds", "5", "--seconds", str(seconds), code=1)["cases"]
     assert time.monotonic() - began < 50
-    assert code == 1
-    (case,) = result["cases"]
     assert len(case["sides"][SUBJECT]["samples"]) == 2
     assert case["sides"]["slow"]["status"] == "out of time"
     printed = capsys.readouterr().out
@@ -281,11 +274,11 @@ def test_a_run_ends_after_its_seconds(in_process, run_cases, monkeypatch, capsys
 def test_a_run_resumes_an_earlier_run(run_cases, monkeypatch):
     cases = [Case(name, "group", (head_side(SUBJECT),)) for name in ("a", "b")]
     monkeypatch.setattr(machine, "commit", lambda: "0" * 40)
-    _, first = run_cases("head", cases, "--cases", "a", "--rounds", "1")
+    first = run_cases("head", cases, "--cases", "a", "--rounds", "1")
     monkeypatch.setattr(machine, "commit", lambda: "1" * 40)
     with pytest.raises(SystemExit, match="--resume: rounds must be 1, as in the file; got 2"):
         run_cases("head", cases, "--rounds", "2", "--resume")
-    _, resumed = run_cases("head", cases, "--rounds", "1", "--resume")
+    resumed = run_cases("head", cases, "--rounds", "1", "--resume")
     assert resumed["cases"][0] == first["cases"][0]
     assert [case["name"] for case in resumed["cases"]] == ["a", "b"]
     assert resumed["summary"]["cases"].keys() == {"a", "b"}
