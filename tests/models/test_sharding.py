@@ -30,8 +30,11 @@ def test_a_model_is_examined_again_once_it_is_sharded(mesh):
 IN_UNITS = {
     **{name: set(planted.reasons) for name, planted in PLANTED.items()},
     **{name: {"changed-model"} for name in ("switched buffer", "changed entry", "changing attribute", "configuration")},
+    "scale of lengths": {"different-calls"},
 }
-"""By what is planted, the reasons that a model has which ranks run together: they examine it once."""
+"""By what is planted, the reasons that a model has which ranks run together: they examine it once, by more tokens than
+one of these scales applies to.
+"""
 
 
 @pytest.mark.parametrize("name", PLANTED)
