@@ -324,7 +324,7 @@ def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
 
 def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which the number of rows is appended whenever a batch is packed in this process."""
-    return recorded_calls(monkeypatch, packing, "make_layout", lambda layout, ids, *args: len(ids))
+    return recorded_calls(monkeypatch, packing, "make_layout", lambda layout, ids, *args, **options: len(ids))
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:
