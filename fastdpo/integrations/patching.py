@@ -318,9 +318,10 @@ def _examine_all(names: list[str], imports: Collection[str]) -> list[_Examined]:
 def _with_stock(examined: Sequence[_Examined]) -> tuple[Seam, ...]:
     """What is known of trainers, with those created before `patch()` that still exist."""
     kinds = {x.seam.name: x.line.trainer_class() for x in examined if x.line is not None}
+    stock: list[Any] = []
     if _created_before(*kinds.values()):
         gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
-    stock = _created_before(*kinds.values())
+        stock = _created_before(*kinds.values())
     names = {name: sorted(type(x).__name__ for x in stock if isinstance(x, kind)) for name, kind in kinds.items()}
     return tuple(replace(x.seam, stock_trainers=tuple(names.get(x.seam.name, ()))) for x in examined)
 
